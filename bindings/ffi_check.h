@@ -1,0 +1,136 @@
+// Checks that memory safety needs, in the message form of the package. Python has checked everything a user can get wrong.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "cuda/common/device.h"
+#include "cuda/common/element_kind.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fa3 {
+
+namespace ffi = ::xla::ffi;
+
+inline std::string shape_text(ffi::AnyBuffer::Dimensions dims) {
+  std::string text = "[";
+  for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
+  return text + "]";
+}
+
+// Collects the first failed check; `where` is the target's name.
+class Checker {
+ public:
+  explicit Checker(const char* where) : where_(where) {}
+
+  bool failed() const { return error_.has_value(); }
+  ffi::Error take() const { return *error_; }
+
+  void fail(ffi::ErrorCode code, const std::string& message) {
+    if (!error_) error_ = ffi::Error(code, std::string(where_) + ": " + message);
+  }
+
+  void require(bool holds, const std::string& message) {
+    if (!holds) fail(ffi::ErrorCode::kInvalidArgument, message);
+  }
+
+  // Exact shape.
+  template <class BufferType>
+  void shape(const char* name, const BufferType& buffer, std::initializer_list<int64_t> expected) {
+    const auto dims = buffer.dimensions();
+    bool same = dims.size() == expected.size();
+    size_t i = 0;
+    for (int64_t size : expected) {
+      if (same && dims[i] != size) same = false;
+      ++i;
+    }
+    if (same) return;
+    std::string text = "[";
+    i = 0;
+    for (int64_t size : expected) text += (i++ ? ", " : "") + std::to_string(size);
+    require(false,
+            std::string(name) + " must have shape " + text + "]; got " + shape_text(dims) + ".");
+  }
+
+  template <class BufferType>
+  void rank(const char* name, const BufferType& buffer, size_t rank) {
+    require(buffer.dimensions().size() == rank, std::string(name) + " must have rank " +
+                                                    std::to_string(rank) + "; got shape " +
+                                                    shape_text(buffer.dimensions()) + ".");
+  }
+
+  // int sizes inside the kernels; offsets are formed in 64 bits.
+  void size(const char* name, int64_t value) {
+    require(value >= 1 && value <= 0x3FFFFFFF,
+            std::string(name) + " must lie in [1, 2^30 - 1]; got " + std::to_string(value) + ".");
+  }
+
+  void head_dim(int64_t value) {
+    require(value == 64 || value == 128,
+            "head_dim must be 64 or 128; got " + std::to_string(value) + ".");
+  }
+
+  void heads(int64_t num_heads_q, int64_t num_heads_kv) {
+    require(num_heads_kv >= 1 && num_heads_q % num_heads_kv == 0,
+            "num_heads_kv must divide num_heads_q; got " + std::to_string(num_heads_kv) + " and " +
+                std::to_string(num_heads_q) + ".");
+  }
+
+  // Element kind of an operand; `float8` and `half` say which are allowed.
+  ElementKind kind(const char* name, ffi::DataType type, bool float8, bool half) {
+    switch (type) {
+      case ffi::DataType::BF16:
+        if (half) return ElementKind::kBf16;
+        break;
+      case ffi::DataType::F16:
+        if (half) return ElementKind::kF16;
+        break;
+      case ffi::DataType::F8E4M3FN:
+        if (float8) return ElementKind::kE4m3;
+        break;
+      case ffi::DataType::F8E5M2:
+        if (float8) return ElementKind::kE5m2;
+        break;
+      default:
+        break;
+    }
+    require(false, std::string(name) + " must be " +
+                       (half && float8 ? "bfloat16, float16, float8_e4m3fn or float8_e5m2"
+                        : half         ? "bfloat16 or float16"
+                                       : "float8_e4m3fn or float8_e5m2") +
+                       "; got XLA type " + std::to_string(static_cast<int>(type)) + ".");
+    return ElementKind::kBf16;
+  }
+
+  // Hopper only: sm_90a code runs on compute capability 9.0 and on nothing else.
+  void hopper() {
+    int capability = 0;
+    const cudaError_t status = compute_capability(&capability);
+    if (status != cudaSuccess) {
+      fail(ffi::ErrorCode::kInternal,
+           std::string("the device cannot be asked: ") + cudaGetErrorString(status) + ".");
+    } else if (capability != 90) {
+      fail(ffi::ErrorCode::kFailedPrecondition,
+           "these kernels need a GPU of compute capability 9.0 (Hopper); got " +
+               std::to_string(capability / 10) + "." + std::to_string(capability % 10) +
+               ". Pass implementation=\"xla\".");
+    }
+  }
+
+  ffi::Error launched(cudaError_t status) const {
+    if (status == cudaSuccess) return ffi::Error::Success();
+    return ffi::Error(ffi::ErrorCode::kInternal,
+                      std::string(where_) + ": launch failed: " + cudaGetErrorString(status) +
+                          " (may stem from an earlier kernel on this stream).");
+  }
+
+ private:
+  const char* where_;
+  std::optional<ffi::Error> error_;
+};
+
+}  // namespace jax_fa3

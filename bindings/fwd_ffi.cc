@@ -1,0 +1,149 @@
+// jax_fa3_fwd_fp8 and jax_fa3_fwd: the attention forward, from operand images and from 16-bit operands.
+#include "bindings/ffi_check.h"
+#include "bindings/handlers.h"
+#include "cuda/common/layout.h"
+#include "cuda/fwd/launch.h"
+
+namespace jax_fa3 {
+namespace {
+
+// Sizes and results that both handlers share.
+void fill_shape(Checker& check, FwdShape& shape, int64_t batch, int64_t seqlen_q, int64_t seqlen_k,
+                int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim,
+                ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> logsumexp,
+                bool is_causal, bool bottom_right) {
+  check.size("batch", batch);
+  check.size("seqlen_q", seqlen_q);
+  check.size("seqlen_k", seqlen_k);
+  check.size("num_heads_q", num_heads_q);
+  check.heads(num_heads_q, num_heads_kv);
+  check.head_dim(head_dim);
+  check.shape("out", *out, {batch, seqlen_q, num_heads_q, head_dim});
+  check.shape("logsumexp", *logsumexp, {batch, num_heads_q, seqlen_q});
+  shape.out_is_f16 = check.kind("out", out->element_type(), false, true) == ElementKind::kF16;
+  check.hopper();
+  shape.batch = static_cast<int>(batch);
+  shape.seqlen_q = static_cast<int>(seqlen_q);
+  shape.seqlen_k = static_cast<int>(seqlen_k);
+  shape.num_heads_q = static_cast<int>(num_heads_q);
+  shape.num_heads_kv = static_cast<int>(num_heads_kv);
+  shape.is_causal = is_causal;
+  shape.bottom_right = bottom_right;
+  shape.out = out->untyped_data();
+  shape.logsumexp = logsumexp->typed_data();
+}
+
+ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi::F32> q_descale,
+                   ffi::Buffer<ffi::F32> q_shift, ffi::AnyBuffer k_image,
+                   ffi::Buffer<ffi::F32> k_descale, ffi::AnyBuffer v_image,
+                   ffi::Buffer<ffi::F32> v_descale, ffi::Buffer<ffi::F32> v_mean,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> logsumexp,
+                   int64_t seqlen_k, bool is_causal, bool bottom_right, bool linear_exp) {
+  Checker check("jax_fa3_fwd_fp8");
+  check.rank("q_image", q_image, 4);
+  check.rank("k_image", k_image, 4);
+  check.rank("out", *out, 4);
+  if (check.failed()) return check.take();
+  const int64_t batch = q_image.dimensions()[0], num_heads_q = q_image.dimensions()[1],
+                head_dim = q_image.dimensions()[3], num_heads_kv = k_image.dimensions()[1],
+                seqlen_q = out->dimensions()[1];
+  const int64_t rows = round_up(seqlen_q, kSlab),
+                granules = round_up(seqlen_k, kGranule) / kGranule;
+  Fp8Params params{};
+  fill_shape(check, params, batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, out,
+             logsumexp, is_causal, bottom_right);
+  check.shape("q_image", q_image, {batch, num_heads_q, rows, head_dim});
+  check.shape("q_descale", q_descale, {batch, num_heads_q, rows});
+  check.shape("q_shift", q_shift, {batch, num_heads_q, rows});
+  check.shape("k_image", k_image, {batch, num_heads_kv, granules * kGranule, head_dim});
+  check.shape("k_descale", k_descale, {batch, num_heads_kv, granules});
+  check.shape("v_image", v_image, {batch, num_heads_kv, granules, head_dim, kGranule});
+  check.shape("v_descale", v_descale, {batch, num_heads_kv, head_dim});
+  check.shape("v_mean", v_mean, {batch, num_heads_kv, head_dim});
+  const ElementKind element = check.kind("q_image", q_image.element_type(), true, false);
+  check.require(k_image.element_type() == q_image.element_type() &&
+                    v_image.element_type() == q_image.element_type(),
+                "k_image and v_image must have the element type of q_image.");
+  if (check.failed()) return check.take();
+
+  params.q_image = static_cast<const uint8_t*>(q_image.untyped_data());
+  params.q_descale = q_descale.typed_data();
+  params.q_shift = q_shift.typed_data();
+  params.k_image = static_cast<const uint8_t*>(k_image.untyped_data());
+  params.k_descale = k_descale.typed_data();
+  params.v_image = static_cast<const uint8_t*>(v_image.untyped_data());
+  params.v_descale = v_descale.typed_data();
+  params.v_mean = v_mean.typed_data();
+  return check.launched(launch_fwd_fp8(params, element, static_cast<int>(head_dim),
+                                       linear_exp ? Exp2::kLinear : Exp2::kExact, stream));
+}
+
+ffi::Error fwd_native(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                      ffi::Buffer<ffi::F32> softmax_scale, ffi::Result<ffi::AnyBuffer> out,
+                      ffi::ResultBuffer<ffi::F32> logsumexp, bool is_causal, bool bottom_right) {
+  Checker check("jax_fa3_fwd");
+  check.rank("q", q, 4);
+  check.rank("k", k, 4);
+  if (check.failed()) return check.take();
+  const auto q_dims = q.dimensions(), k_dims = k.dimensions();
+  const int64_t batch = q_dims[0], head_dim = q_dims[3], seqlen_k = k_dims[1],
+                num_heads_kv = k_dims[2];
+  NativeParams params{};
+  fill_shape(check, params, batch, q_dims[1], seqlen_k, q_dims[2], num_heads_kv, head_dim, out,
+             logsumexp, is_causal, bottom_right);
+  check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
+  check.shape("v", v, {batch, seqlen_k, num_heads_kv, head_dim});
+  check.shape("softmax_scale", softmax_scale, {});
+  const ElementKind element = check.kind("q", q.element_type(), false, true);
+  check.require(k.element_type() == q.element_type() && v.element_type() == q.element_type() &&
+                    out->element_type() == q.element_type(),
+                "k, v and out must have the element type of q.");
+  if (check.failed()) return check.take();
+
+  params.q = q.untyped_data();
+  params.k = k.untyped_data();
+  params.v = v.untyped_data();
+  params.softmax_scale = softmax_scale.typed_data();
+  return check.launched(launch_fwd_native(params, element, static_cast<int>(head_dim), stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(
+    kFp8, fwd_fp8,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()         // q_image    [batch, num_heads_q, rows, head_dim] float8
+        .Arg<ffi::Buffer<ffi::F32>>()  // q_descale  [batch, num_heads_q, rows]
+        .Arg<ffi::Buffer<ffi::F32>>()  // q_shift    [batch, num_heads_q, rows]
+        .Arg<ffi::AnyBuffer>()         // k_image    [batch, num_heads_kv, granules * 128, head_dim]
+        .Arg<ffi::Buffer<ffi::F32>>()  // k_descale  [batch, num_heads_kv, granules]
+        .Arg<ffi::AnyBuffer>()         // v_image    [batch, num_heads_kv, granules, head_dim, 128]
+        .Arg<ffi::Buffer<ffi::F32>>()  // v_descale  [batch, num_heads_kv, head_dim]
+        .Arg<ffi::Buffer<ffi::F32>>()  // v_mean     [batch, num_heads_kv, head_dim]
+        .Ret<ffi::AnyBuffer>()         // out        [batch, seqlen_q, num_heads_q, head_dim] 16-bit
+        .Ret<ffi::Buffer<ffi::F32>>()  // logsumexp  [batch, num_heads_q, seqlen_q], natural log
+        .Attr<int64_t>("seqlen_k")
+        .Attr<bool>("is_causal")
+        .Attr<bool>("bottom_right")
+        .Attr<bool>("linear_exp"),
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(
+    kNative, fwd_native,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()  // q              [batch, seqlen_q, num_heads_q, head_dim] 16-bit
+        .Arg<ffi::AnyBuffer>()  // k              [batch, seqlen_k, num_heads_kv, head_dim]
+        .Arg<ffi::AnyBuffer>()  // v              like k
+        .Arg<ffi::Buffer<ffi::F32>>()  // softmax_scale  []
+        .Ret<ffi::AnyBuffer>()         // out            like q
+        .Ret<ffi::Buffer<ffi::F32>>()  // logsumexp      [batch, num_heads_q, seqlen_q], natural log
+        .Attr<bool>("is_causal")
+        .Attr<bool>("bottom_right"),
+    {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+XLA_FFI_Handler* const kFwdFp8Handler = kFp8;
+XLA_FFI_Handler* const kFwdHandler = kNative;
+
+}  // namespace jax_fa3

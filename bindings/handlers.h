@@ -1,0 +1,12 @@
+// The XLA FFI handlers of this extension.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_fa3 {
+
+extern XLA_FFI_Handler* const kQuantizeHandler;
+extern XLA_FFI_Handler* const kFwdFp8Handler;
+extern XLA_FFI_Handler* const kFwdHandler;
+
+}  // namespace jax_fa3

@@ -1,0 +1,57 @@
+// jax_fa3._ext: hands the handlers to Python as capsules and says what was built.
+#include <cuda_runtime_api.h>
+#include <nanobind/nanobind.h>
+
+#include <string>
+
+#include "bindings/handlers.h"
+#include "cuda/fwd/launch.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+nb::capsule capsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+nb::dict registrations() {
+  nb::dict targets;
+  targets["jax_fa3_quantize"] = capsule(jax_fa3::kQuantizeHandler);
+  targets["jax_fa3_fwd_fp8"] = capsule(jax_fa3::kFwdFp8Handler);
+  targets["jax_fa3_fwd"] = capsule(jax_fa3::kFwdHandler);
+  return targets;
+}
+
+nb::list kernels() {
+  nb::list list;
+  for (const jax_fa3::KernelInfo& info : jax_fa3::fwd_kernels()) {
+    nb::dict kernel;
+    const std::string name = std::string("fwd_") + info.dtype + "_d" +
+                             std::to_string(info.head_dim) + "_" + info.softmax;
+    kernel["name"] = nb::str(name.c_str());
+    kernel["dtype"] = info.dtype;
+    kernel["head_dim"] = info.head_dim;
+    kernel["block_q"] = info.block_q;
+    kernel["block_kv"] = info.block_kv;
+    kernel["num_stages"] = info.num_stages;
+    kernel["math_warpgroups"] = info.math_warpgroups;
+    kernel["cluster_size"] = info.cluster_size;
+    kernel["pipeline"] = info.pipeline;
+    kernel["softmax"] = info.softmax;
+    list.append(kernel);
+  }
+  return list;
+}
+
+}  // namespace
+
+NB_MODULE(_ext, module) {
+  module.doc() = "CUDA handlers of jax_fa3.";
+  module.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  module.attr("cuda_version") = CUDART_VERSION;
+  module.def("registrations", &registrations,
+             "Name of each FFI target and its handler, as a capsule.");
+  module.def("kernels", &kernels,
+             "What each forward kernel is: dtype, head_dim, tile, stages, warpgroups.");
+}

@@ -1,0 +1,48 @@
+// The order in which persistent CTAs walk the output tiles. constexpr; proven a bijection on the host.
+#pragma once
+
+#include "layout.h"
+
+namespace jax_fa3 {
+
+struct Tile {
+  int q_block;
+  int head;  // query head
+  int batch;
+};
+
+// Tile t of num_tiles() belongs to CTA t % gridDim.x. Heads form sections whose keys and values fit the L2 cache;
+// inside a section the q blocks come one after another, each for all heads of the section. Under a causal mask
+// the longest q block (the last) comes first, so that the CTAs finish together.
+struct TileOrder {
+  int num_q_blocks;
+  int num_heads;  // query heads
+  int batch;
+  int section_heads;  // (batch, head) pairs per section
+  bool longest_first;
+
+  FA3_HOST_DEVICE constexpr int num_tiles() const { return num_q_blocks * num_heads * batch; }
+
+  FA3_HOST_DEVICE constexpr Tile tile(int index) const {
+    const int total_heads = num_heads * batch;
+    const int section = index / (section_heads * num_q_blocks);
+    const int first_head = section * section_heads;
+    const int rest = total_heads - first_head;
+    const int heads_here = rest < section_heads ? rest : section_heads;
+    const int within = index - first_head * num_q_blocks;
+    const int rank = within / heads_here;
+    const int flat_head = first_head + within % heads_here;
+    return Tile{longest_first ? num_q_blocks - 1 - rank : rank, flat_head % num_heads,
+                flat_head / num_heads};
+  }
+};
+
+// How many (batch, query head) pairs share the L2 cache: keys and values of one kv head take `kv_bytes`.
+FA3_HOST_DEVICE constexpr int section_heads(int total_heads, int group_size, int64_t kv_bytes,
+                                            int64_t cache_bytes) {
+  const int64_t kv_heads = kv_bytes > 0 ? cache_bytes / kv_bytes : total_heads;
+  const int64_t heads = (kv_heads < 1 ? 1 : kv_heads) * group_size;
+  return heads < total_heads ? static_cast<int>(heads) : (total_heads < 1 ? 1 : total_heads);
+}
+
+}  // namespace jax_fa3

@@ -1,0 +1,124 @@
+// The forward kernels that exist: one type per kernel, every limit a static_assert with a sentence.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "../common/layout.h"
+#include "../ptx/wgmma.cuh"
+#include "params.h"
+
+namespace jax_fa3 {
+
+// ---- the table ------------------------------------------------------------------------------------
+template <class ElementType, Exp2 kMode>
+struct FwdFp8D64 {
+  using Element = ElementType;
+  static constexpr int kHeadDim = 64, kBlockKv = 128, kMathWarpgroups = 3, kNumStages = 4;
+  static constexpr int kClusterSize = 1;
+  static constexpr Pipeline kPipeline = Pipeline::kIntra;
+  static constexpr Exp2 kExp2 = kMode;
+  static constexpr int kMufuEighths =
+      4;  // kExact: share of the exponentials taken by the special-function unit
+  static constexpr float kHeadroom =
+      1.0f;  // how far above its row's maximum a fresh base is set: spares rescales
+  static constexpr int kPromoteEvery =
+      4;  // blocks summed by the tensor core before they join the f32 sum
+};
+
+template <class ElementType, Exp2 kMode>
+struct FwdFp8D128 {
+  using Element = ElementType;
+  static constexpr int kHeadDim = 128, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 4;
+  static constexpr int kClusterSize = 1;
+  static constexpr Pipeline kPipeline = Pipeline::kIntra;
+  static constexpr Exp2 kExp2 = kMode;
+  static constexpr int kMufuEighths = 4;
+  static constexpr float kHeadroom = 1.0f;
+  static constexpr int kPromoteEvery = 4;
+};
+
+template <class ElementType>
+struct Fwd16D64 {
+  using Element = ElementType;
+  static constexpr int kHeadDim = 64, kBlockKv = 128, kMathWarpgroups = 3, kNumStages = 4;
+  static constexpr int kClusterSize = 1;
+  static constexpr Pipeline kPipeline = Pipeline::kIntra;
+};
+
+template <class ElementType>
+struct Fwd16D128 {
+  using Element = ElementType;
+  static constexpr int kHeadDim = 128, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 2;
+  static constexpr int kClusterSize = 1;
+  static constexpr Pipeline kPipeline = Pipeline::kBoth;
+};
+
+// ---- what follows from a config -----------------------------------------------------------------
+template <class Config>
+constexpr bool promotes_in_time() {
+  if constexpr (std::is_same_v<typename Config::Element, ptx::E4m3> ||
+                std::is_same_v<typename Config::Element, ptx::E5m2>) {
+    return Config::kPromoteEvery >= 1 && Config::kPromoteEvery <= kMaxGroup;
+  } else {
+    return true;
+  }
+}
+
+template <class Config>
+struct FwdTraits {
+  using Element = typename Config::Element;
+  static constexpr bool kIsFp8 =
+      std::is_same_v<Element, ptx::E4m3> || std::is_same_v<Element, ptx::E5m2>;
+  using Params = std::conditional_t<kIsFp8, Fp8Params, NativeParams>;
+
+  static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kBlockQ = Config::kMathWarpgroups * 64;
+  static constexpr int kBlockKv = Config::kBlockKv;
+  static constexpr int kMathWarpgroups = Config::kMathWarpgroups;
+  static constexpr int kMathWarps = kMathWarpgroups * 4;
+  static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
+  static constexpr int kNumStages = Config::kNumStages;
+  static constexpr bool kIntra =
+      Config::kPipeline == Pipeline::kIntra || Config::kPipeline == Pipeline::kBoth;
+  static constexpr bool kPingPong =
+      Config::kPipeline == Pipeline::kPingPong || Config::kPipeline == Pipeline::kBoth;
+
+  // FP8 issues P V with 8 more columns: the first holds ones, so that column kHeadDim of the result is the row sum.
+  static constexpr int kValueColumns = kIsFp8 ? kHeadDim + 8 : kHeadDim;
+
+  static constexpr int kElementBytes = kIsFp8 ? 1 : 2;
+  static constexpr int kQueryBytes = kBlockQ * kHeadDim * kElementBytes;
+  static constexpr int kKeyBytes = kBlockKv * kHeadDim * kElementBytes;
+  static constexpr int kValueBytes = kHeadDim * kBlockKv * kElementBytes;  // what one copy brings
+  static constexpr int kValueStageBytes =
+      kValueColumns * kBlockKv * kElementBytes;  // with the ones rows
+
+  // setmaxnreg: what the load warpgroup gives up the math warpgroups take.
+  static constexpr int kLoadRegisters = kMathWarpgroups == 3 ? 32 : 24;
+  static constexpr int kMathRegisters = kMathWarpgroups == 3 ? 160 : 240;
+
+  // Output staging: each math warp turns its 16 rows through shared memory; 16 bytes of padding a row.
+  static constexpr int kStagingRowBytes = kHeadDim * 2 + 16;
+
+  static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim must be 64 or 128");
+  static_assert(
+      kMathWarpgroups == 2 || kMathWarpgroups == 3,
+      "2 or 3 math warpgroups: the register file holds no more, and 1 cannot hide the softmax");
+  static_assert(kNumStages >= 2 && kNumStages <= 4, "the K and V rings have 2 to 4 stages");
+  static_assert(Config::kClusterSize == 1, "no kernel multicasts yet, so a cluster has one CTA");
+  static_assert(kBlockKv == 128, "a kv block is one granule of 128 keys");
+  static_assert(!kIsFp8 || kBlockKv == kGranule, "one k_descale must cover the kv block");
+  static_assert(
+      promotes_in_time<Config>(),
+      "kPromoteEvery is 1 to 4: a longer sum could overflow f16, and loses its small terms");
+  static_assert(kQueryBytes % 1024 == 0 && kKeyBytes % 1024 == 0 && kValueStageBytes % 1024 == 0,
+                "every tile starts on a 1024-byte boundary, which the swizzles count from");
+};
+
+// Starts the kernel of one config; launch.cuh defines it, instantiations/ compiles it.
+template <class Config>
+cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t stream);
+
+}  // namespace jax_fa3

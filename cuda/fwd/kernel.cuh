@@ -1,0 +1,75 @@
+// fwd_kernel: attention forward. Persistent CTAs walk over (q block, head, batch) tiles; a tile's kv blocks are visited from the
+// last to the first, so that the masked blocks come first.
+//
+// Roles      warpgroup 0 = load: one thread issues every copy. warpgroups 1.. = math: 64 query rows each, which own their scores,
+//            probabilities and output in registers from first product to store.
+// Smem       q | k[stages] | v[stages] (+ 8 ones rows each in FP8) | output staging, one piece per math warp | barriers
+// mbarriers  name         arrivals                      waiter   meaning
+//            q_full       1 + bytes of q                math     the q tile has landed
+//            q_empty      4 per math warpgroup (warps)  load     every Q K^T of the tile is done: q may be overwritten
+//            k_full[s]    1 + bytes of k                math     k stage s has landed                    (v_full alike)
+//            k_empty[s]   4 per math warpgroup (warps)  load     the products that read k stage s are done (v_empty alike)
+// Named      1 + w (256 threads): math warpgroup w's turn to issue products; only with a ping-pong pipeline. w syncs on its own
+//            barrier and then arrives on its neighbour's. Id 0 is __syncthreads.
+// Order      one step of the kIntra pipeline, block j (descending):
+//              issue S = Q K_j^T;  issue acc (+)= P_{j+1} V_{j+1};  wait for S, release k;  mask, softmax -> P_j
+//              wait for acc, release v;  add acc to the f32 sum every kPromoteEvery blocks;  rescale where a base grew
+// Numerics   FP8: softmax_fp8.cuh. The tensor core keeps about 13 bits below the largest term of an FP8 sum, so it sums at most
+//            kPromoteEvery blocks by itself and acc_o takes them in f32. That short sum is kept in f16: 11 bits are enough for it, and
+//            f16 accumulators leave the register file to the softmax (f32 ones halve the rate of every other instruction).
+//            16-bit: softmax_16bit.cuh, one f32 accumulator.
+#pragma once
+
+#include "load.cuh"
+#include "math.cuh"
+
+namespace jax_fa3 {
+
+// The first of the 8 extra rows of each V stage is all kOnes (0x30 is 0.5 in e4m3, 0x38 in e5m2), the others are zero.
+// Rows are 128 bytes and alike along their length, so the swizzle does not matter. Copies never touch these rows.
+template <class Config>
+__device__ __forceinline__ void write_ones_rows(const FwdSmem<Config>& smem) {
+  using Traits = FwdTraits<Config>;
+  constexpr uint32_t kOnes =
+      std::is_same_v<typename Traits::Element, ptx::E5m2> ? 0x38383838u : 0x30303030u;
+  for (int word = threadIdx.x; word < Traits::kNumStages * 256; word += Traits::kThreads) {
+    const uint32_t address = smem.values(word / 256) + Traits::kValueBytes + (word % 256) * 4;
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word % 256 < 32 ? kOnes : 0u)
+                 : "memory");
+  }
+  ptx::fence_async_proxy();
+}
+
+template <class Config>
+__global__ void __launch_bounds__(FwdTraits<Config>::kThreads, 1)
+    fwd_kernel(const __grid_constant__ typename FwdTraits<Config>::Params p) {
+  using Traits = FwdTraits<Config>;
+  extern __shared__ uint8_t dynamic_smem[];
+  const FwdSmem<Config> smem(dynamic_smem);
+  // The same for all lanes, and known to the compiler as such.
+  const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
+
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(smem.q_full(), 1);
+    ptx::mbarrier_init(smem.q_empty(), Traits::kMathWarps);
+    for (int stage = 0; stage < Traits::kNumStages; ++stage) {
+      ptx::mbarrier_init(smem.k_full(stage), 1);
+      ptx::mbarrier_init(smem.k_empty(stage), Traits::kMathWarps);
+      ptx::mbarrier_init(smem.v_full(stage), 1);
+      ptx::mbarrier_init(smem.v_empty(stage), Traits::kMathWarps);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  if constexpr (Traits::kIsFp8) write_ones_rows(smem);
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::release_registers<Traits::kLoadRegisters>();
+    if (threadIdx.x == 0) load_loop<Config>(p, smem);
+  } else {
+    ptx::take_registers<Traits::kMathRegisters>();
+    math_loop<Config>(p, smem, warpgroup - 1);
+  }
+}
+
+}  // namespace jax_fa3

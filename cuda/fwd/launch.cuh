@@ -1,0 +1,71 @@
+// launch_fwd for one config: tile order, tensor maps, shared-memory size, launch.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+
+#include "../common/device.h"
+#include "../common/tensor_map.h"
+#include "kernel.cuh"
+
+namespace jax_fa3 {
+
+// The limit on dynamic shared memory belongs to a kernel on a device: raised once for each pair.
+template <class Config>
+cudaError_t allow_shared_memory() {
+  static std::atomic<bool> done[kMaxDevices];
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  if (device < kMaxDevices && done[device].load(std::memory_order_acquire)) return cudaSuccess;
+  status = cudaFuncSetAttribute(fwd_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                FwdSmem<Config>::kAllocation);
+  if (status == cudaSuccess && device < kMaxDevices)
+    done[device].store(true, std::memory_order_release);
+  return status;
+}
+
+template <class Config>
+TileOrder tile_order(const FwdShape& shape) {
+  using Traits = FwdTraits<Config>;
+  // Half of the 50 MB L2 of an H100: the rest holds queries, outputs and what the last section left.
+  constexpr int64_t kCacheBytes = 25 << 20;
+  const int64_t kv_bytes =
+      2 * static_cast<int64_t>(shape.seqlen_k) * Traits::kHeadDim * Traits::kElementBytes;
+  const int num_q_blocks = (shape.seqlen_q + Traits::kBlockQ - 1) / Traits::kBlockQ;
+  // Without a causal mask all tiles are equal, and walking one head at a time reads the fewest keys and values.
+  const int heads =
+      shape.is_causal ? section_heads(shape.batch * shape.num_heads_q,
+                                      shape.num_heads_q / shape.num_heads_kv, kv_bytes, kCacheBytes)
+                      : 1;
+  return TileOrder{num_q_blocks, shape.num_heads_q, shape.batch, heads, shape.is_causal};
+}
+
+template <class Config>
+cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t stream) {
+  using Traits = FwdTraits<Config>;
+  params.order = tile_order<Config>(params);
+  cudaError_t status = cudaSuccess;
+  if constexpr (!Traits::kIsFp8) {
+    constexpr bool kIsBf16 = std::is_same_v<typename Traits::Element, ptx::Bf16>;
+    status = encode_heads_map(&params.q_map, params.q, kIsBf16, params.batch, params.seqlen_q,
+                              params.num_heads_q, Traits::kHeadDim, Traits::kBlockQ);
+    if (status != cudaSuccess) return status;
+    status = encode_heads_map(&params.k_map, params.k, kIsBf16, params.batch, params.seqlen_k,
+                              params.num_heads_kv, Traits::kHeadDim, Traits::kBlockKv);
+    if (status != cudaSuccess) return status;
+    status = encode_heads_map(&params.v_map, params.v, kIsBf16, params.batch, params.seqlen_k,
+                              params.num_heads_kv, Traits::kHeadDim, Traits::kBlockKv);
+    if (status != cudaSuccess) return status;
+  }
+  status = allow_shared_memory<Config>();
+  if (status != cudaSuccess) return status;
+  int multiprocessors = 0;
+  status = num_multiprocessors(&multiprocessors);
+  if (status != cudaSuccess) return status;
+  const int grid = std::min(params.order.num_tiles(), multiprocessors);
+  fwd_kernel<Config><<<grid, Traits::kThreads, FwdSmem<Config>::kAllocation, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_fa3

@@ -1,0 +1,120 @@
+// Online softmax of the bfloat16 and float16 forward: f32 scores in, 16-bit probabilities in wgmma A-operand order out.
+//
+// A lane holds rows g and g + 8 of its warp's 16 rows (g = lane / 4); acc_s[4j + {0, 1}] are keys 8j + 2t, +1 of row g
+// (t = lane % 4), acc_s[4j + {2, 3}] the same of row g + 8. Pairs become A-operand registers in order.
+//
+// Numerics. y = score * scale is the logit in log2 units and P = 2^(y - base). A base is replaced only when a score passes it
+// by kSlack, so P <= 2^kSlack; the sum and the output carry the same factor and are f32.
+#pragma once
+
+#include "../ptx/convert.cuh"
+#include "config.h"
+
+namespace jax_fa3 {
+
+template <class Element>
+class Softmax16 {
+ public:
+  static constexpr int kScores = 64;  // registers: 64 rows x 128 keys over 128 lanes
+  static constexpr int kProbs = 32;   // registers of two 16-bit values
+  static constexpr float kSlack = 8.0f;
+
+  // `scale` = softmax_scale * log2(e); its sign goes to the scores, and zero becomes tiny so that -inf stays -inf.
+  __device__ __forceinline__ void start_tile(float scale) {
+    negate_ = scale < 0.0f;
+    const float size = fabsf(scale);
+    scale_ = size < 1e-30f ? 1e-30f : size;
+    base_[0] = base_[1] = -INFINITY;
+    sum_[0] = sum_[1] = 0.0f;
+  }
+
+  __device__ __forceinline__ void apply_sign(float (&acc_s)[kScores]) const {
+    if (negate_) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) acc_s[i] = -acc_s[i];
+    }
+  }
+
+  // Key limits are relative to the block: row g sees keys below limit_0, row g + 8 keys below limit_1.
+  __device__ __forceinline__ static void mask(float (&acc_s)[kScores], int limit_0, int limit_1) {
+    const int t2 = (threadIdx.x & 3) * 2;
+    const int limits[2] = {limit_0 - t2, limit_1 - t2};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int key = 8 * (i / 4) + (i & 1);
+      if (key >= limits[(i % 4) / 2]) acc_s[i] = -INFINITY;
+    }
+  }
+
+  // Raises the bases that this block outgrows. Returns (for the whole warp) whether any grew; alpha[r] = 2^(old - new).
+  __device__ __forceinline__ bool update(const float (&acc_s)[kScores], float (&alpha)[2]) {
+    float y[2] = {acc_s[0], acc_s[2]};
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) {
+      y[0] = fmaxf(y[0], fmaxf(acc_s[i], acc_s[i + 1]));
+      y[1] = fmaxf(y[1], fmaxf(acc_s[i + 2], acc_s[i + 3]));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      y[r] = fmaxf(y[r], __shfl_xor_sync(0xFFFFFFFFu, y[r], 1));
+      y[r] = fmaxf(y[r], __shfl_xor_sync(0xFFFFFFFFu, y[r], 2)) * scale_;
+      alpha[r] = 1.0f;
+    }
+    const bool grew = __any_sync(0xFFFFFFFFu, y[0] > base_[0] + kSlack || y[1] > base_[1] + kSlack);
+    if (grew) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (y[r] > base_[r] + kSlack) {
+          const float new_base = ceilf(y[r]);
+          alpha[r] = ptx::exp2_f32(base_[r] - new_base);
+          base_[r] = new_base;
+          sum_[r] *= alpha[r];
+        }
+      }
+    }
+    return grew;
+  }
+
+  // Scores to probabilities in place, and their sums.
+  __device__ __forceinline__ void exponentials(float (&acc_s)[kScores]) {
+    const float shift[2] = {base_[0] == -INFINITY ? 0.0f : -base_[0],
+                            base_[1] == -INFINITY ? 0.0f : -base_[1]};
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      acc_s[i] = ptx::exp2_f32(fmaf(acc_s[i], scale_, shift[(i % 4) / 2]));
+      sums[i % 4] += acc_s[i];
+    }
+    sum_[0] += sums[0] + sums[1];
+    sum_[1] += sums[2] + sums[3];
+  }
+
+  __device__ __forceinline__ static void pack(const float (&acc_s)[kScores],
+                                              uint32_t (&frag_p)[kProbs]) {
+#pragma unroll
+    for (int i = 0; i < kProbs; ++i) {
+      frag_p[i] = std::is_same_v<Element, ptx::Bf16>
+                      ? ptx::pack_bf16x2(acc_s[2 * i], acc_s[2 * i + 1])
+                      : ptx::pack_f16x2(acc_s[2 * i], acc_s[2 * i + 1]);
+    }
+  }
+
+  // Sum over all keys of row g + 8r (the quad's lanes hold parts).
+  __device__ __forceinline__ float row_sum(int r) const {
+    float sum = sum_[r];
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+    return sum + __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+  }
+
+  __device__ __forceinline__ float logsumexp(int r, float row_sum, float) const {
+    return (base_[r] + ptx::log2_f32(row_sum)) * 0.6931471805599453f;
+  }
+
+ private:
+  bool negate_;
+  float scale_;
+  float base_[2];  // -inf until the row has seen a key
+  float sum_[2];   // this lane's part
+};
+
+}  // namespace jax_fa3

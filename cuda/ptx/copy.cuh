@@ -1,0 +1,40 @@
+// Copies by the copy engine from global to shared memory, counted by an mbarrier.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace jax_fa3::ptx {
+
+// cp.async.bulk: `bytes` consecutive bytes, both sides 16-byte aligned. Issued by one thread.
+__device__ __forceinline__ void copy_bulk(uint32_t smem, const void* gmem, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem),
+      "l"(gmem), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// cp.async.bulk.tensor.4d: one box of a tensor map; elements outside the tensor arrive as zeros and count.
+__device__ __forceinline__ void copy_box_4d(uint32_t smem, const CUtensorMap* map, int c0, int c1,
+                                            int c2, int c3, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(smem),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
+      : "memory");
+}
+
+// prefetch.tensormap: hides the first read of a descriptor. One thread, at kernel start.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// fence.proxy.async: ordinary shared stores before it are seen by wgmma and the copy engine after a barrier.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace jax_fa3::ptx

@@ -1,0 +1,49 @@
+// Grid of the quantiser's kernels, and what it refuses. Host code without CUDA, so that tests reach
+// it.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/layout.h"
+#include "launch.h"
+#include "numerics.h"
+
+namespace jax_fa3 {
+
+struct QuantizeGrid {
+  int stats_blocks;
+  int finalize_blocks;
+  int finalize_threads;
+  int kv_blocks;  // first blocks of the third kernel; the others are q's
+  int q_blocks;
+};
+
+// False if launch_quantize must refuse `params` (launch.h lists the reasons).
+inline bool make_quantize_grid(const QuantizeParams& params, QuantizeGrid* grid) {
+  if (params.batch < 1 || params.seqlen_q < 1 || params.seqlen_k < 1) return false;
+  if (params.num_heads_q < 1 || params.num_heads_kv < 1) return false;
+  if (params.num_heads_q % params.num_heads_kv != 0) return false;
+  if (params.head_dim != 64 && params.head_dim != 128) return false;
+  if (!is_float8(params.image_kind)) return false;
+  if (params.hadamard && (is_float8(params.q_kind) || is_float8(params.k_kind))) return false;
+
+  // With at most 2^31 heads and 2^24 blocks a head, no product below wraps.
+  constexpr int64_t kMaxBlocks = INT32_MAX;
+  const int64_t kv_heads = static_cast<int64_t>(params.batch) * params.num_heads_kv;
+  const int64_t q_heads = static_cast<int64_t>(params.batch) * params.num_heads_q;
+  if (q_heads > kMaxBlocks) return false;
+  const int64_t chunks = quantize_chunks(params.seqlen_k);
+  const int64_t kv_blocks = kv_heads * (round_up(params.seqlen_k, kGranule) / kGranule);
+  const int64_t q_blocks = q_heads * (round_up(params.seqlen_q, kGranule) / kGranule);
+  const int64_t finalize_blocks = kv_heads * (params.head_dim / 32);
+  if (kv_blocks + q_blocks > kMaxBlocks || finalize_blocks > kMaxBlocks) return false;
+
+  grid->stats_blocks = static_cast<int>(kv_heads * chunks);
+  grid->finalize_blocks = static_cast<int>(finalize_blocks);
+  grid->finalize_threads = static_cast<int>(chunks < 32 ? chunks : 32) * 32;
+  grid->kv_blocks = static_cast<int>(kv_blocks);
+  grid->q_blocks = static_cast<int>(q_blocks);
+  return true;
+}
+
+}  // namespace jax_fa3

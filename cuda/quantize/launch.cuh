@@ -1,0 +1,29 @@
+// Launches of one head_dim; instantiated by instantiations/*.cu, declared for launch.cu.
+#pragma once
+
+#include "grid.h"
+#include "launch.h"
+#include "quantize_kernel.cuh"
+#include "stats_kernels.cuh"
+
+namespace jax_fa3 {
+
+template <int kHeadDim>
+cudaError_t launch_quantize_kernels(const QuantizeParams& params, const QuantizeGrid& grid,
+                                    cudaStream_t stream) {
+  key_value_stats<kHeadDim><<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  finalize_stats<kHeadDim><<<grid.finalize_blocks, grid.finalize_threads, 0, stream>>>(params);
+  error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  const int blocks = grid.kv_blocks + grid.q_blocks;
+  if (params.image_kind == ElementKind::kE5m2) {
+    quantize<kHeadDim, true><<<blocks, kQuantizeThreads, 0, stream>>>(params, grid.kv_blocks);
+  } else {
+    quantize<kHeadDim, false><<<blocks, kQuantizeThreads, 0, stream>>>(params, grid.kv_blocks);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace jax_fa3

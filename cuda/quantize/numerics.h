@@ -1,0 +1,152 @@
+// Arithmetic of the quantiser, value by value: formats, exponents, casts. Runs on the host too,
+// where the tests compare it with NumPy.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../common/layout.h"
+#include "params.h"
+
+namespace jax_fa3 {
+
+FA3_HOST_DEVICE constexpr bool is_float8(ElementKind kind) {
+  return kind == ElementKind::kE4m3 || kind == ElementKind::kE5m2;
+}
+
+FA3_HOST_DEVICE constexpr int element_bytes(ElementKind kind) { return is_float8(kind) ? 1 : 2; }
+
+FA3_HOST_DEVICE uint32_t float_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+FA3_HOST_DEVICE float bits_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// ---- reading: everything becomes pairs of 16-bit values, then float32 ---------------------------
+
+// Two float8 codes in the low half of `codes` as two f16 values. Exact; NaN and Inf stay what they
+// are.
+FA3_HOST_DEVICE uint32_t widen_pair(uint32_t codes, ElementKind kind) {
+  const __half2_raw pair =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes & 0xffffu),
+                                 kind == ElementKind::kE4m3 ? __NV_E4M3 : __NV_E5M2);
+  return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
+}
+
+// Value 0 (low half) or 1 (high half) of a pair.
+FA3_HOST_DEVICE float pair_low(uint32_t pair, bool is_bf16) {
+  if (is_bf16) return bits_float(pair << 16);
+  __half_raw half;
+  half.x = static_cast<unsigned short>(pair & 0xffffu);
+  return __half2float(__half(half));
+}
+
+FA3_HOST_DEVICE float pair_high(uint32_t pair, bool is_bf16) {
+  return is_bf16 ? bits_float(pair & 0xffff0000u) : pair_low(pair >> 16, false);
+}
+
+// Whether a value of the `kWords` pairs is NaN or Inf.
+template <int kWords>
+FA3_HOST_DEVICE bool has_nonfinite(const uint32_t (&pairs)[kWords], bool is_bf16) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const uint32_t magnitudes = pairs[i] & 0x7fff7fffu;
+#if defined(__CUDA_ARCH__)
+    largest = __vmaxu2(largest, magnitudes);
+#else
+    const uint32_t low = magnitudes & 0xffffu, high = magnitudes >> 16;
+    largest = (low > (largest & 0xffffu) ? low : (largest & 0xffffu)) |
+              (high > largest >> 16 ? high : largest >> 16) << 16;
+#endif
+  }
+  const uint32_t limit = is_bf16 ? 0x7f80u : 0x7c00u;
+  return (largest & 0xffffu) >= limit || largest >> 16 >= limit;
+}
+
+FA3_HOST_DEVICE bool is_finite(float value) { return fabsf(value) <= FLT_MAX; }
+
+// ---- scales -------------------------------------------------------------------------------------
+
+FA3_HOST_DEVICE float power_of_two(int exponent) {  // exponent in [-126, 127]
+  return bits_float(static_cast<uint32_t>(exponent + 127) << 23);
+}
+
+// Exponent e that brings a largest magnitude `amax` of q or k into [8, 16): amax * 2^-e. Zero gives
+// 0.
+// NOTE: e stops at -126, so that 2^e and 2^-e are normal numbers; smaller rows (below 2^-122) keep
+// smaller codes.
+FA3_HOST_DEVICE int operand_exponent(float amax) {
+  const uint32_t bits = float_bits(amax);
+  if (bits == 0) return 0;
+  const int exponent = static_cast<int>(bits >> 23) - 130;
+  return exponent < -126 ? -126 : exponent;
+}
+static_assert(kOperandRange == 16.0f, "operand_exponent is written for this range");
+static_assert(kValueRange == 0.875f, "value_exponent is written for this range");
+
+// Exponent e that brings the largest magnitude of a float8 v into (range / 2, range], range =
+// kValueRange = 7/8. Zero gives 0.
+FA3_HOST_DEVICE int value_exponent(float amax) {
+  const uint32_t bits = float_bits(amax);
+  if (bits == 0) return 0;
+  const int exponent = static_cast<int>(bits >> 23) - 126;
+  return (bits & 0x7fffffu) > 0x600000u ? exponent + 1 : exponent;
+}
+
+struct ValueScale {
+  float descale;     // real value = code * descale
+  float multiplier;  // code = value * multiplier
+};
+
+// Scale of one channel of v. `amax`: largest magnitude after centring; `v_factor`: descale of a
+// float8 v.
+// NOTE: a 16-bit channel smaller than 2^-100 everywhere is scaled as if it reached 2^-100 (no
+// overflow of the quotient).
+FA3_HOST_DEVICE ValueScale value_scale(float amax, bool v_is_float8, float v_factor) {
+  if (v_is_float8) {
+    const int exponent = value_exponent(amax);
+    return {power_of_two(exponent) * v_factor, power_of_two(-exponent)};
+  }
+  if (amax == 0.0f) return {1.0f, 1.0f};
+  const float bounded = fminf(fmaxf(amax, 0x1p-100f), FLT_MAX);
+  return {bounded / kValueRange, kValueRange / bounded};
+}
+
+// ---- writing ------------------------------------------------------------------------------------
+
+// A whole word of NaN codes, the same in both formats.
+inline constexpr uint32_t kNanCodes = 0x7f7f7f7fu;
+
+// Four float32 to four codes, the first in the lowest byte; to nearest even, saturating, NaN stays
+// NaN.
+template <bool kE5m2>
+FA3_HOST_DEVICE uint32_t cast_four(float a, float b, float c, float d) {
+  constexpr __nv_fp8_interpretation_t kFormat = kE5m2 ? __NV_E5M2 : __NV_E4M3;
+  const uint32_t low = __nv_cvt_float2_to_fp8x2(float2{a, b}, __NV_SATFINITE, kFormat);
+  const uint32_t high = __nv_cvt_float2_to_fp8x2(float2{c, d}, __NV_SATFINITE, kFormat);
+  return low | high << 16;
+}
+
+// The 16 values of one channel and one 16-key group, in key order, as the group's 16 bytes
+// (layout.h: key_position).
+template <bool kE5m2>
+FA3_HOST_DEVICE void cast_value_chunk(const float (&keys)[16], uint32_t (&words)[4]) {
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    words[t] = cast_four<kE5m2>(keys[2 * t], keys[2 * t + 1], keys[8 + 2 * t], keys[8 + 2 * t + 1]);
+  }
+}
+
+}  // namespace jax_fa3

@@ -1,0 +1,71 @@
+"""Sizes of a timing grid. FLOPs follow the papers: 4 * batch * heads * Sq * Sk * D, half if causal.
+
+The FlashAttention-3 grid keeps tokens (batch * seqlen) and width (heads * head_dim) constant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+TOKENS, HIDDEN = 16_384, 2_048
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
+HEAD_DIMS = (64, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One attention call of a grid."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    is_causal: bool
+
+    @property
+    def name(self) -> str:
+        """E.g. B8_S2048_H16_D128_c; _n is not causal."""
+        seqlen = f"S{self.seqlen_q}"
+        if self.seqlen_k != self.seqlen_q:
+            seqlen += f"x{self.seqlen_k}"
+        heads = f"H{self.num_heads_q}"
+        if self.num_heads_kv != self.num_heads_q:
+            heads += f"x{self.num_heads_kv}"
+        return f"B{self.batch}_{seqlen}_{heads}_D{self.head_dim}_{'c' if self.is_causal else 'n'}"
+
+    @property
+    def flops(self) -> float:
+        """Of a forward pass."""
+        full = 4.0 * self.batch * self.num_heads_q * self.seqlen_q * self.seqlen_k * self.head_dim
+        return full / 2 if self.is_causal else full
+
+
+def square(batch: int, seqlen: int, heads: int, head_dim: int, is_causal: bool) -> Shape:
+    """seqlen_q == seqlen_k, as many key heads as query heads."""
+    return Shape(batch, seqlen, seqlen, heads, heads, head_dim, is_causal)
+
+
+def grid(
+    head_dims: Iterable[int] = HEAD_DIMS,
+    seqlens: Iterable[int] = SEQLENS,
+    causal: Iterable[bool] = (False, True),
+    *,
+    tokens: int = TOKENS,
+    hidden: int = HIDDEN,
+) -> list[Shape]:
+    """Every combination, head_dim outermost."""
+    seqlens, causal = tuple(seqlens), tuple(causal)
+    return [
+        square(max(tokens // seqlen, 1), seqlen, max(hidden // head_dim, 1), head_dim, is_causal)
+        for head_dim in head_dims
+        for is_causal in causal
+        for seqlen in seqlens
+    ]
+
+
+def headline(causal: Iterable[bool] = (False, True)) -> list[Shape]:
+    """Batch 16, seqlen 8,192, 16 heads of 128."""
+    return [square(16, 8192, 16, 128, is_causal) for is_causal in causal]

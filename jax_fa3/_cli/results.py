@@ -1,0 +1,156 @@
+"""Result files: {"meta": what ran where, "rows": one measurement each}. Units stand in the names.
+
+A timing row's `ratio` maps a rival to our speed over its speed, medians of interleaved pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_fa3 import _compat, _ffi
+from jax_fa3._cli import gpu_state
+from jax_fa3._cli.accuracy import Errors
+from jax_fa3._cli.grid import Shape
+from jax_fa3._cli.timing import Turns
+
+_PACKAGES = (
+    "jax_fa3",
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "numpy",
+    "torch",
+    "fa3-fwd",
+    "flash-attn3-jax",
+    "tokamax",
+)
+
+
+def meta(**extra: Any) -> dict[str, Any]:
+    """Card, driver, clocks, power, versions, command and date; extra entries come last."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    built = _ffi.cuda_version()
+    if built is not None:
+        versions["extension_cuda"] = f"{built // 1000}.{built % 1000 // 10}"
+    facts = gpu_state.card_facts()
+    device = jax.local_devices()[0]
+    return {
+        "card": facts.pop("card", device.device_kind),
+        "backend": jax.default_backend(),
+        "compute_capability": list(_compat.cuda_capabilities())[:1],
+        **facts,
+        "versions": versions,
+        "command": command_line(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        **extra,
+    }
+
+
+def command_line() -> str:
+    """How this program was called, without the path of the checkout or the installation."""
+    program = Path(sys.argv[0])
+    name = "python -m jax_fa3" if program.name == "__main__.py" else f"{program.name}"
+    return " ".join([name, *map(shlex.quote, sys.argv[1:])])
+
+
+def timing_row(
+    shape: Shape,
+    turns: Turns,
+    *,
+    impl: str,
+    precision: str,
+    preset: str | None,
+    regime: str,
+    with_quantize: bool,
+    ratio: dict[str, float],
+    state: dict[str, float],
+    kind: str = "fwd",
+) -> dict[str, Any]:
+    """One row of speed; tflops and ms are medians over the rounds."""
+    return {
+        "kind": kind,
+        "impl": impl,
+        "precision": precision,
+        "preset": preset,
+        **dataclasses.asdict(shape),
+        "regime": regime,
+        "with_quantize": with_quantize,
+        "tflops": _short(shape.flops / turns.median / 1e9),
+        "ms": _short(turns.median),
+        "ms_lo": _short(min(turns.ms)),
+        "ms_hi": _short(max(turns.ms)),
+        "rounds": len(turns.ms),
+        "ratio": {rival: _short(value) for rival, value in ratio.items()},
+        **state,
+    }
+
+
+def accuracy_row(
+    found: Errors,
+    *,
+    impl: str,
+    precision: str,
+    preset: str | None,
+    data: str,
+    seqlen_k: int,
+    head_dim: int,
+    **extra: Any,
+) -> dict[str, Any]:
+    """One row of errors."""
+    return {
+        "kind": "accuracy",
+        "impl": impl,
+        "precision": precision,
+        "preset": preset,
+        "data": data,
+        "seqlen_k": seqlen_k,
+        "head_dim": head_dim,
+        **extra,
+        **dataclasses.asdict(found),
+    }
+
+
+def write(path: Path, meta_block: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Writes the file whole or not at all, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    head = json.dumps(meta_block, indent=1)
+    unfinished = path.with_suffix(path.suffix + ".part")
+    unfinished.write_text(f'{{"meta": {head},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(meta, rows) of a result file.
+
+    Raises: ValueError when the file is not one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return dict(content["meta"]), list(content["rows"])
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"read: {path} is no result file: {error!r}.") from error
+
+
+def _short(value: float) -> float:
+    """Five digits are more than a clock gives."""
+    return float(f"{value:.5g}")

@@ -1,0 +1,154 @@
+"""Timing on the device: contenders take turns (A B A B ...), each turn is one queue of launches.
+
+Nothing is read back inside a turn: launches are queued and the last one is waited for, so the host
+costs nothing as long as it queues faster than the device works. Very short calls are therefore put
+into one program several times. Two regimes that must never be mixed: "sustained" keeps the card at
+its power limit, "burst" lets it idle before each short turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# A call shorter than this is launched several times per program.
+_SHORT_S = 200e-6
+_LAUNCHES_OF_SHORT = 8
+# Untimed part of a sustained turn, in which clocks adapt to the new contender.
+_LEAD = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Regime:
+    """How long a turn lasts and how long the card idles before it, in seconds."""
+
+    name: str
+    turn_s: float
+    idle_s: float
+
+
+SUSTAINED = Regime("sustained", 0.3, 0.0)
+BURST = Regime("burst", 0.018, 0.08)
+REGIMES = {regime.name: regime for regime in (SUSTAINED, BURST)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One contender, compiled.
+
+    Attributes:
+      launch: queues `launches` attention calls and returns a handle at once.
+      wait: blocks until the work behind a handle is done.
+    """
+
+    launch: Callable[[], Any]
+    wait: Callable[[Any], Any]
+    launches: int = 1
+
+
+@dataclasses.dataclass
+class Turns:
+    """What one contender took: milliseconds per attention call, and when, for each round."""
+
+    ms: list[float] = dataclasses.field(default_factory=list)
+    spans: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Median of the rounds in milliseconds."""
+        return statistics.median(self.ms)
+
+
+def jax_side(fn: Callable[..., Any], *operands: Any) -> Side:
+    """fn(*operands) as a contender: compiled, run once, and repeated inside a program if short."""
+    single = jax.jit(fn).lower(*operands).compile()
+    jax.block_until_ready(single(*operands))
+    side = Side(lambda: single(*operands), jax.block_until_ready)
+    if jax.default_backend() != "gpu" or _seconds_per_launch(side) > _SHORT_S:
+        return side
+
+    def several(*args: Any) -> list[Any]:
+        outs = []
+        for _ in range(_LAUNCHES_OF_SHORT):
+            outs.append(fn(*args))
+            # Keeps the compiler from seeing that all launches are the same.
+            args, _ = jax.lax.optimization_barrier((args, outs[-1]))
+        return outs
+
+    program = jax.jit(several).lower(*operands).compile()
+    if _custom_calls(program) != _LAUNCHES_OF_SHORT * _custom_calls(single):
+        return side  # merged all the same
+    jax.block_until_ready(program(*operands))
+    return Side(lambda: program(*operands), jax.block_until_ready, _LAUNCHES_OF_SHORT)
+
+
+def take_turns(
+    sides: dict[str, Side],
+    regime: Regime,
+    rounds: int,
+    *,
+    turn_s: float | None = None,
+) -> dict[str, Turns]:
+    """Every side once per round, `rounds` times; results by name.
+
+    The order rotates from round to round, so that no side always follows the same neighbour.
+    """
+    if not sides or rounds < 1:
+        raise ValueError(f"take_turns: sides and rounds must be given; got {len(sides)}, {rounds}.")
+    turn_s = regime.turn_s if turn_s is None else turn_s
+    counts = {
+        name: max(1, math.ceil(turn_s / (_seconds_per_launch(side) * side.launches)))
+        for name, side in sides.items()
+    }
+    turns = {name: Turns() for name in sides}
+    names = list(sides)
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            side, count = sides[name], counts[name]
+            if regime.idle_s:
+                time.sleep(regime.idle_s)
+            else:
+                _queue(side, math.ceil(count * _LEAD))
+            start = time.perf_counter()
+            _queue(side, count)
+            end = time.perf_counter()
+            turns[name].ms.append((end - start) * 1e3 / (count * side.launches))
+            turns[name].spans.append((start, end))
+    return turns
+
+
+def speed_ratio(ours: Turns, rival: Turns) -> float:
+    """Median over the rounds of our speed over the rival's: 2 means twice as fast."""
+    return statistics.median(b / a for a, b in zip(ours.ms, rival.ms, strict=True))
+
+
+def _queue(side: Side, count: int) -> None:
+    handle = None
+    for _ in range(count):
+        handle = side.launch()
+    side.wait(handle)
+
+
+def _seconds_per_launch(side: Side) -> float:
+    """A first estimate, from a few launches after a warm one."""
+    side.wait(side.launch())
+    seconds = []
+    for count in (1, 4):
+        start = time.perf_counter()
+        _queue(side, count)
+        seconds.append((time.perf_counter() - start) / (count * side.launches))
+    return max(min(seconds), 1e-6)
+
+
+def _custom_calls(compiled: Any) -> int:
+    """How many custom calls an optimised program holds."""
+    return int(compiled.as_text().count(" custom-call("))
+
+

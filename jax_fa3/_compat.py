@@ -1,0 +1,180 @@
+"""What differs between JAX versions, or is not public in all of them: the only such file.
+
+Supported: JAX 0.10.2 and newer. Everything here is a thin wrapper with a stable meaning, so that no
+other file looks at ``jax.__version__`` or imports a private name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+
+def runtime_ffi_version() -> tuple[int, int] | None:
+    """(major, minor) of the FFI in the installed jaxlib, read from its header; None if
+    unreadable."""
+    try:
+        header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+        text = header.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = [
+        re.search(rf"#define\s+XLA_FFI_API_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")
+    ]
+    if found[0] is None or found[1] is None:
+        return None
+    return int(found[0].group(1)), int(found[1].group(1))
+
+
+def cuda_capabilities() -> tuple[str, ...]:
+    """Compute capability ("9.0") of every CUDA device of this process; () without one.
+
+    Starts JAX's backends on first use, therefore never called while importing.
+    """
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return ()
+    return tuple(str(getattr(device, "compute_capability", "unknown")) for device in devices)
+
+
+def default_backend() -> str:
+    """Name of the default backend ("cpu", "gpu"); starts the backends."""
+    return jax.default_backend()
+
+
+def in_manual_region() -> bool:
+    """Whether the code being traced stands inside shard_map (any mesh axis is manual)."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _varying_axes(x: Any) -> frozenset[str]:
+    """Manual mesh axes over which x differs between devices."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def _to_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """x marked as differing over all of axes; its transpose sums over the axes that are new."""
+    missing = tuple(sorted(axes - _varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def mark_varying(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """All arrays brought to the union of their varying axes."""
+    union = frozenset[str]().union(*(_varying_axes(x) for x in arrays))
+    return [_to_varying(x, union) for x in arrays]
+
+
+def explicit_axes(x: Any) -> frozenset[str]:
+    """Axes that are Explicit (sharding is part of the type) in the mesh of x."""
+    mesh = jax.typeof(x).sharding.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def explicit_spec(x: Any) -> tuple[Any, ...] | None:
+    """PartitionSpec entries of x as its type states them; None when no axis of its mesh is
+    Explicit."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return _padded(sharding.spec, x.ndim)
+
+
+def concrete_spec(x: Any) -> tuple[Any, ...] | None:
+    """PartitionSpec entries of an array that is not traced and has a named sharding, else None."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return None
+    if not isinstance(x.sharding, NamedSharding):
+        return None
+    return _padded(x.sharding.spec, x.ndim)
+
+
+def partition_spec(*entries: Any) -> PartitionSpec:
+    """PartitionSpec, typed."""
+    return PartitionSpec(*entries)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """x with this sharding on an explicit mesh."""
+    moved: jax.Array = jax.reshard(x, sharding)  # type: ignore[no-untyped-call, unused-ignore]
+    return moved
+
+
+def psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sum of x over mesh axes; x itself when there are none."""
+    if not axes:
+        return x
+    total: jax.Array = jax.lax.psum(x, axes)  # type: ignore[no-untyped-call, unused-ignore]
+    return total
+
+
+def named_residual(x: jax.Array, name: str) -> jax.Array:
+    """x under a name that remat policies know."""
+    named: jax.Array = checkpoint_name(x, name)  # type: ignore[no-untyped-call, unused-ignore]
+    return named
+
+
+def partitioned(
+    fn: Callable[..., Any],
+    *,
+    partition: Callable[..., Any],
+    infer: Callable[..., Any],
+    sharding_rule: Callable[..., Any],
+) -> Callable[..., Any]:
+    """fn with its own partitioning under jit, for Shardy (the rule) and GSPMD (infer).
+
+    fn may close over array constants: jit keeps them out of custom_partitioning's sight, which
+    takes none.
+    """
+    op: Any = custom_partitioning(jax.jit(fn))  # type: ignore[no-untyped-call, unused-ignore]
+    op.def_partition(
+        partition=partition, infer_sharding_from_operands=infer, sharding_rule=sharding_rule
+    )
+    call: Callable[..., Any] = op
+    return call
+
+
+def sharding_rule(
+    operands: Sequence[Sequence[str]], results: Sequence[Sequence[str]]
+) -> SdyShardingRule:
+    """Shardy rule from the factor name of every axis of every operand and result."""
+
+    def mapping(names: Sequence[str]) -> Any:
+        return ArrayMapping(*names)  # type: ignore[no-untyped-call, unused-ignore]
+
+    return SdyShardingRule(tuple(map(mapping, operands)), tuple(map(mapping, results)))
+
+
+def _padded(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:
+    return tuple(spec) + (None,) * (ndim - len(spec))
+
+
+@contextlib.contextmanager
+def empty_mesh() -> Iterator[None]:
+    """Trace as if no mesh were set; what partition() lowers must contain no sharding annotation."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        yield
+
+
+def result_types(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Types of fn's results with the varying axes and the mesh they have where they are computed.
+
+    ``jax.eval_shape`` loses the mesh inside a partly manual shard_map; a jaxpr's out_avals keep it.
+    """
+    return list(jax.make_jaxpr(fn)(*args).out_avals)

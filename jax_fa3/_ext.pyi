@@ -1,0 +1,9 @@
+"""Compiled extension: the CUDA handlers and what was built into it."""
+
+from typing import Any
+
+ffi_api_version: tuple[int, int]
+cuda_version: int
+
+def registrations() -> dict[str, Any]: ...
+def kernels() -> list[dict[str, Any]]: ...

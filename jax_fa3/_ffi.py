@@ -1,0 +1,243 @@
+"""Calls of the CUDA handlers: the only file that spells a target or an attribute name.
+
+Importing this file registers the handlers when the compiled extension is there and fits the
+installed jaxlib. It never asks for a device. When registration is not possible,
+`unavailable_reason()` says why.
+
+Targets of one forward pass:
+  precision="fp8"     jax_fa3_quantize (images and their factors), then jax_fa3_fwd_fp8
+  precision="native"  jax_fa3_fwd
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa3 import _compat
+
+TARGET_QUANTIZE: Final = "jax_fa3_quantize"
+TARGET_FWD_FP8: Final = "jax_fa3_fwd_fp8"
+TARGET_FWD: Final = "jax_fa3_fwd"
+TARGETS: Final = (TARGET_QUANTIZE, TARGET_FWD_FP8, TARGET_FWD)
+
+# Row granularity of the images: queries are padded to 64 rows, keys to whole granules of 128.
+_PAD_Q: Final = 64
+_PAD_K: Final = 128
+# Keys per partial of the channel statistics; one slot more holds their total.
+_KEYS_PER_CHUNK: Final = 512
+
+
+class Images(NamedTuple):
+    """Quantised query, key and value with their factors, in the order of the fp8 kernel's
+    operands."""
+
+    q_image: jax.Array  # float8 [batch, num_heads_q, seqlen_q up to 64, head_dim]
+    q_descale: jax.Array  # f32 [batch, num_heads_q, seqlen_q up to 64]
+    q_shift: jax.Array  # f32 [batch, num_heads_q, seqlen_q up to 64]
+    k_image: jax.Array  # float8 [batch, num_heads_kv, seqlen_k up to 128, head_dim]
+    k_descale: jax.Array  # f32 [batch, num_heads_kv, granules]
+    v_image: jax.Array  # float8 [batch, num_heads_kv, granules, head_dim, 128]
+    v_descale: jax.Array  # f32 [batch, num_heads_kv, head_dim]
+    v_mean: jax.Array  # f32 [batch, num_heads_kv, head_dim]
+
+
+def _load() -> tuple[ModuleType | None, str | None]:
+    """Imports the extension and registers its targets: (module, None) or (None, reason)."""
+    try:
+        ext = importlib.import_module("jax_fa3._ext")
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "jax_fa3._ext":
+            return None, (
+                "the compiled extension jax_fa3._ext is not in this installation; install a CUDA "
+                "wheel or build from source with nvcc on PATH"
+            )
+        return None, f"the compiled extension jax_fa3._ext does not load: {error}"
+    built = tuple(ext.ffi_api_version)
+    runtime = _compat.runtime_ffi_version()
+    if runtime is None:
+        return None, "the FFI version of the installed jaxlib could not be read from its headers"
+    # An older handler runs on a newer jaxlib of the same major version, never the reverse; a queued
+    # registration that is refused would break JAX itself, so it is not attempted.
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        return None, (
+            f"jax_fa3._ext was built for XLA FFI {built[0]}.{built[1]}, the installed jaxlib has "
+            f"{runtime[0]}.{runtime[1]}; install a newer jaxlib or rebuild jax_fa3 against this one"
+        )
+    handlers = ext.registrations()
+    missing = [target for target in TARGETS if target not in handlers]
+    if missing:
+        return None, f"jax_fa3._ext lacks the handlers {', '.join(missing)}; rebuild jax_fa3"
+    for target in TARGETS:
+        jax.ffi.register_ffi_target(target, handlers[target], platform="CUDA", api_version=1)
+    return ext, None
+
+
+_EXT, _UNAVAILABLE_REASON = _load()
+
+
+def unavailable_reason() -> str | None:
+    """Why the CUDA targets are not registered, or None when they are."""
+    return _UNAVAILABLE_REASON
+
+
+def kernels() -> list[dict[str, Any]]:
+    """Facts about each kernel in the extension (name, tile, stages, ...); [] without it."""
+    return [] if _EXT is None else list(_EXT.kernels())
+
+
+def cuda_version() -> int | None:
+    """CUDA version the extension was built with (13000 = 13.0); None without it."""
+    return None if _EXT is None else int(_EXT.cuda_version)
+
+
+def built_ffi_version() -> tuple[int, int] | None:
+    """XLA FFI version the extension was built for; None without it."""
+    return None if _EXT is None else (int(_EXT.ffi_api_version[0]), int(_EXT.ffi_api_version[1]))
+
+
+def quantize_operands(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    factor: jax.Array,
+    v_factor: jax.Array,
+    *,
+    image_dtype: Any,
+    hadamard: bool,
+    smooth_key: bool,
+    center_value: bool,
+) -> Images:
+    """Quantises on the GPU what the fp8 kernel reads.
+
+    Args:
+      query: [batch, seqlen_q, num_heads_q, head_dim], 16-bit float or float8.
+      key, value: [batch, seqlen_k, num_heads_kv, head_dim], each of its own dtype of those.
+      factor: f32 [batch, num_heads_kv], softmax_scale * log2(e) * query_descale * key_descale.
+      v_factor: f32 [batch, num_heads_kv], value_descale.
+      image_dtype: float8_e4m3fn or float8_e5m2.
+      hadamard, smooth_key, center_value: which exact-softmax steps are applied before rounding.
+    """
+    batch, seqlen_q, num_heads_q, head_dim = query.shape
+    seqlen_k, num_heads_kv = key.shape[1:3]
+    rows = _round_up(seqlen_q, _PAD_Q)
+    keys = _round_up(seqlen_k, _PAD_K)
+    granules = keys // _PAD_K
+    chunks = -(-seqlen_k // _KEYS_PER_CHUNK) + 1
+    q_lead, kv_lead = (batch, num_heads_q), (batch, num_heads_kv)
+    results = [
+        ((*q_lead, rows, head_dim), image_dtype),
+        ((*q_lead, rows), jnp.float32),
+        ((*q_lead, rows), jnp.float32),
+        ((*kv_lead, keys, head_dim), image_dtype),
+        ((*kv_lead, granules), jnp.float32),
+        ((*kv_lead, granules, head_dim, _PAD_K), image_dtype),
+        ((*kv_lead, head_dim), jnp.float32),
+        ((*kv_lead, head_dim), jnp.float32),
+        ((*kv_lead, chunks, 4, head_dim), jnp.float32),  # workspace, dropped
+    ]
+    outs = _call(
+        TARGET_QUANTIZE,
+        results,
+        (query, key, value, factor, v_factor),
+        hadamard=bool(hadamard),
+        smooth_key=bool(smooth_key),
+        center_value=bool(center_value),
+    )
+    return Images(*outs[:8])
+
+
+def fwd_fp8(
+    images: Images,
+    *,
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    bottom_right: bool,
+    linear_exp: bool,
+    out_dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over quantised images.
+
+    Returns: out [batch, seqlen_q, num_heads_q, head_dim] of out_dtype, and the natural logsumexp,
+    f32 [batch, num_heads_q, seqlen_q].
+    """
+    batch, num_heads_q, _, head_dim = images.q_image.shape
+    out, logsumexp = _call(
+        TARGET_FWD_FP8,
+        [
+            ((batch, seqlen_q, num_heads_q, head_dim), out_dtype),
+            ((batch, num_heads_q, seqlen_q), jnp.float32),
+        ],
+        tuple(images),
+        seqlen_k=np.int64(seqlen_k),
+        is_causal=bool(is_causal),
+        bottom_right=bool(bottom_right),
+        linear_exp=bool(linear_exp),
+    )
+    return out, logsumexp
+
+
+def fwd_native(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    softmax_scale: jax.Array,
+    *,
+    is_causal: bool,
+    bottom_right: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """16-bit attention; operands [batch, seqlen, heads, head_dim] of one dtype, softmax_scale f32
+    [].
+
+    Returns: out like query, and the natural logsumexp, f32 [batch, num_heads_q, seqlen_q].
+    """
+    batch, seqlen_q, num_heads_q, _ = query.shape
+    out, logsumexp = _call(
+        TARGET_FWD,
+        [(query.shape, query.dtype), ((batch, num_heads_q, seqlen_q), jnp.float32)],
+        (query, key, value, softmax_scale),
+        is_causal=bool(is_causal),
+        bottom_right=bool(bottom_right),
+    )
+    return out, logsumexp
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _call(
+    target: str,
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    operands: Sequence[jax.Array],
+    **attributes: Any,
+) -> Sequence[jax.Array]:
+    """One FFI call whose results carry the varying axes of the operands."""
+
+    def stand_in(*args: jax.Array) -> list[jax.Array]:
+        # Never computed: gives the results' types wherever this is traced, shard_map included.
+        seed = sum((jnp.sum(x.astype(jnp.float32)) for x in args), start=jnp.float32(0))
+        return [jnp.broadcast_to(seed, shape).astype(dtype) for shape, dtype in results]
+
+    types = _compat.result_types(stand_in, *operands)
+    call: Callable[..., Any] = jax.ffi.ffi_call(target, types)
+    outs: Sequence[jax.Array] = call(*operands, **attributes)
+    return outs
+
+
+def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export(..., disabled_checks=...)` needs to accept this package's custom
+    calls.
+
+    Exported programs name the targets "jax_fa3_quantize", "jax_fa3_fwd_fp8" and "jax_fa3_fwd"; load
+    them in a process that has imported a jax_fa3 with the same targets.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]

@@ -1,0 +1,88 @@
+"""`merge_attention`: the exact union of attention over disjoint sets of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa3._option_checks import is_floating, show
+
+
+def merge_attention(outs: Sequence[Any], logsumexps: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    """Joins partial results over disjoint key sets into the result over all their keys.
+
+    out = sum_i exp(logsumexp_i - logsumexp) * out_i,   logsumexp = log(sum_i exp(logsumexp_i)).
+
+    Args:
+      outs: one or more [..., seqlen_q, num_heads_q, head_dim_v] of one dtype.
+      logsumexps: as many float32 [..., num_heads_q, seqlen_q], natural log, -inf for rows that saw
+        no key; the out of such a row is ignored, whatever it holds.
+    Returns: (out in the dtype of outs, logsumexp float32). Rows that saw no key in any part are 0
+      and -inf. Sinks belong into one part only.
+    Raises: ValueError or TypeError when the parts do not fit together.
+    Differentiable in every argument; gradients of empty parts are 0.
+    """
+    outs, logsumexps = tuple(outs), tuple(logsumexps)
+    _check(outs, logsumexps)
+    stacked = jnp.stack([jnp.asarray(part, jnp.float32) for part in logsumexps])
+    largest = jax.lax.stop_gradient(jnp.max(stacked, axis=0))
+    empty = jnp.isneginf(largest)
+    largest = jnp.where(empty, 0.0, largest)
+    present = ~jnp.isneginf(stacked)
+    # Double where: the inner one keeps exp's derivative away from -inf.
+    weights = jnp.where(present, jnp.exp(jnp.where(present, stacked - largest, 0.0)), 0.0)
+    total = jnp.sum(weights, axis=0)
+    safe_total = jnp.where(empty, 1.0, total)
+    shares = weights / safe_total
+    out = jnp.zeros((), jnp.float32)
+    for index, part in enumerate(outs):
+        share = jnp.swapaxes(shares[index], -1, -2)[..., None]
+        seen = jnp.swapaxes(present[index], -1, -2)[..., None]
+        clean = jnp.where(seen, jnp.asarray(part).astype(jnp.float32), 0.0)
+        out = out + share * clean
+    logsumexp = jnp.where(empty, -jnp.inf, largest + jnp.log(safe_total))
+    return out.astype(outs[0].dtype), logsumexp
+
+
+def _check(outs: tuple[Any, ...], logsumexps: tuple[Any, ...]) -> None:
+    name = "merge_attention"
+    if len(outs) == 0:
+        raise ValueError(f"{name}: outs must hold at least one part; got 0.")
+    if len(outs) != len(logsumexps):
+        raise ValueError(
+            f"{name}: logsumexps must hold as many parts as outs ({len(outs)}); got"
+            f" {len(logsumexps)}."
+        )
+    named = [(f"outs[{i}]", x) for i, x in enumerate(outs)]
+    named += [(f"logsumexps[{i}]", x) for i, x in enumerate(logsumexps)]
+    for argument, array in named:
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise TypeError(f"{name}: {argument} must be an array; got {type(array).__name__}.")
+    first = outs[0]
+    if len(first.shape) < 3:
+        raise ValueError(
+            f"{name}: outs[0] must have shape [..., seqlen_q, num_heads_q, head_dim_v]; got"
+            f" {show(first.shape)}."
+        )
+    *leading, seqlen_q, num_heads_q, _ = first.shape
+    rule = (*leading, num_heads_q, seqlen_q)
+    for argument, array in named:
+        is_out = argument.startswith("outs")
+        expected = tuple(first.shape) if is_out else rule
+        if tuple(array.shape) != expected:
+            what = "the shape of outs[0]" if is_out else "num_heads_q, seqlen_q of outs"
+            raise ValueError(
+                f"{name}: {argument} must have shape {show(expected)} ({what}); got"
+                f" {show(array.shape)}."
+            )
+        if is_out and (array.dtype != first.dtype or not is_floating(np.dtype(array.dtype))):
+            raise TypeError(
+                f"{name}: {argument} must be floating and have one dtype with all outs"
+                f" ({first.dtype}); got {array.dtype}."
+            )
+        if not is_out and array.dtype != np.float32:
+            raise TypeError(f"{name}: {argument} must be float32; got {array.dtype}.")

@@ -1,0 +1,128 @@
+"""Checks of single options: scalars, flags, choices, windows. No JAX computation."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+
+def show(shape: Iterable[Any]) -> str:
+    """A shape as messages print it: [2, seqlen_k, 4, 64]."""
+    return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+def describe(value: Any) -> str:
+    """A received value as messages print it: arrays by dtype and shape, the rest by repr."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{show(value.shape)}"
+    return repr(value)
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Whether the dtype is a float, ml_dtypes included (numpy does not count those)."""
+    if np.issubdtype(dtype, np.floating):
+        return True
+    try:
+        ml_dtypes.finfo(dtype)
+    except ValueError:
+        return False
+    return True
+
+
+def is_number(value: Any) -> bool:
+    """Whether the value is a Python or numpy real number, flags excluded."""
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+
+
+def shape_and_dtype(name: str, argument: str, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of an array, a ShapeDtypeStruct or a Python number.
+
+    Raises: TypeError for anything else.
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return tuple(value.shape), np.dtype(value.dtype)
+    if is_number(value):
+        kind = np.int32 if isinstance(value, numbers.Integral) else np.float32
+        return (), np.dtype(kind)
+    raise TypeError(f"{name}: {argument} must be an array; got {type(value).__name__}.")
+
+
+def check_scalar(name: str, argument: str, value: Any) -> None:
+    """Accepts None, Python and numpy numbers and real arrays of rank 0, traced or not."""
+    if value is None:
+        return
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        dtype = np.dtype(value.dtype)
+        if not (np.issubdtype(dtype, np.integer) or is_floating(dtype)):
+            raise TypeError(f"{name}: {argument} must be a real number; got {describe(value)}.")
+        if tuple(value.shape) != ():
+            raise ValueError(
+                f"{name}: {argument} must be a scalar; got an array of shape {show(value.shape)}."
+            )
+    elif not is_number(value):
+        raise TypeError(f"{name}: {argument} must be a real number; got {value!r}.")
+    if is_number(value) and not math.isfinite(value):
+        raise ValueError(f"{name}: {argument} must be finite; got {value!r}.")
+
+
+def check_flag(name: str, argument: str, value: Any) -> bool:
+    """Accepts bool and numpy.bool_; a traced flag cannot choose a kernel."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{name}: {argument} must be a bool known at trace time; got {describe(value)}."
+        )
+    return bool(value)
+
+
+def check_choice(name: str, argument: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """Accepts one of a few names."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        listed = " or ".join('"' + c + '"' if isinstance(c, str) else str(c) for c in choices)
+        raise ValueError(f"{name}: {argument} must be {listed}; got {describe(value)}.")
+    return value
+
+
+def check_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
+    """Normalises window_size to a tuple of ints or Nones; (None, None) is no window."""
+    if value is None:
+        return None
+    rule = "must be None or a pair (left, right) of non-negative ints or None"
+    pair = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(pair, (tuple, list)):
+        raise TypeError(f"{name}: window_size {rule}; got {describe(value)}.")
+    if len(pair) != 2:
+        raise ValueError(f"{name}: window_size {rule}; got {value!r}.")
+    sides: list[int | None] = []
+    for side in pair:
+        if side is None:
+            sides.append(None)
+            continue
+        if isinstance(side, (bool, np.bool_)) or not isinstance(side, numbers.Integral):
+            raise TypeError(f"{name}: window_size {rule}; got {value!r}.")
+        if side < 0:
+            raise ValueError(
+                f"{name}: window_size {rule}; got {tuple(pair)!r}. None leaves a side open."
+            )
+        sides.append(int(side))
+    if sides == [None, None]:
+        return None
+    return sides[0], sides[1]
+
+
+def check_soft_cap(name: str, value: Any) -> float | None:
+    """Normalises logits_soft_cap to a positive finite float."""
+    if value is None:
+        return None
+    if not is_number(value):
+        raise TypeError(
+            f"{name}: logits_soft_cap must be a number known at trace time or None; got"
+            f" {describe(value)}."
+        )
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}: logits_soft_cap must be positive and finite; got {value!r}.")
+    return float(value)

@@ -1,0 +1,395 @@
+"""Sharding under jit: batch and heads are split, everything else must be whole on each device.
+
+partition() builds every sharding itself from that of query (what JAX hands over may differ per
+operand): batch axes and head axes of query hold for all arrays; key and value follow with the
+longest prefix of the head axes whose device count divides num_heads_kv. When query heads are split
+further than that, each device picks the KV heads of its own query heads, and the backward pass adds
+up their gradients.
+
+Inside shard_map the local op is called as it is. Explicit meshes never arrive here: `_attention`
+wraps them in shard_map.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jax_fa3 import _compat, _local
+from jax_fa3._local import Call
+from jax_fa3._shapes import Operands
+
+Axes = tuple[str, ...]
+Arrays = tuple[jax.Array, ...]
+
+_WHOLE = ("seqlen_q", "seqlen_k", "dim", "dim_v")
+_NAMES_OF_WHOLE = {
+    "seqlen_q": "seqlen",
+    "seqlen_k": "seqlen",
+    "dim": "head_dim",
+    "dim_v": "head_dim",
+}
+
+
+def forward(call: Call, *arrays: jax.Array) -> Arrays:
+    """out and logsumexp, partitioned over batch and heads."""
+    run = _local_forward(call) if _compat.in_manual_region() else _forward(call)
+    return tuple(run(*arrays))
+
+
+def backward(call: Call, *arrays: jax.Array) -> Arrays:
+    """Cotangents of the differentiable operands; arrays are the operands, dout and dlogsumexp."""
+    run = _local_backward(call) if _compat.in_manual_region() else _backward(call)
+    return tuple(run(*arrays))
+
+
+def refuse_sharded(
+    function: str, argument: str, spec: Sequence[Any], labels: Sequence[str]
+) -> None:
+    """Raises when an axis that must be whole is split; spec and labels are aligned at the end."""
+    for entry, label in zip(spec[len(spec) - len(labels) :], labels, strict=True):
+        if label in _WHOLE and entry is not None:
+            raise ValueError(
+                f"{function}: the {_NAMES_OF_WHOLE[label]} axis of {argument} must not be sharded; "
+                f"got it sharded over mesh axes {_axes(entry)!r}. Shard batch or heads instead, or "
+                "make it whole with jax.lax.with_sharding_constraint (jax.reshard on an explicit "
+                "mesh)."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which mesh axes split what.
+
+    Attributes:
+      batch: mesh axes of each batch axis.
+      heads: mesh axes of the query heads, major first.
+      heads_kv: the prefix of heads that splits the KV heads.
+    """
+
+    mesh: Mesh | AbstractMesh
+    batch: tuple[Axes, ...]
+    heads: Axes
+    heads_kv: Axes
+
+    @property
+    def every(self) -> Axes:
+        return sum(self.batch, ()) + self.heads
+
+    @property
+    def heads_rest(self) -> Axes:
+        """Axes that split query heads but not KV heads."""
+        return self.heads[len(self.heads_kv) :]
+
+    def spec(self, shape: Sequence[int], labels: Sequence[str]) -> PartitionSpec:
+        """Sharding of an array with these sizes; axes of size 1 are shared and stay whole."""
+        by_label = {"head_q": self.heads, "head_kv": self.heads_kv}
+        axes = (*self.batch, *(by_label.get(label, ()) for label in labels))
+        return _compat.partition_spec(
+            *((a or None) if size != 1 else None for a, size in zip(axes, shape, strict=True))
+        )
+
+    def named(self, shape: Sequence[int], labels: Sequence[str]) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(shape, labels))
+
+
+def _axes(entry: Any) -> Axes:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _spec_of(x: Any) -> tuple[Any, ...]:
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return (None,) * len(x.shape)
+    spec = tuple(sharding.spec)
+    return spec + (None,) * (len(x.shape) - len(spec))
+
+
+def _prefix(mesh: Mesh | AbstractMesh, axes: Axes, size: int, used: set[str]) -> Axes:
+    """Longest prefix of axes, free of used ones, whose device count divides size."""
+    taken: list[str] = []
+    for axis in axes:
+        if axis in used or size % math.prod(mesh.shape[a] for a in (*taken, axis)):
+            break
+        taken.append(axis)
+    return tuple(taken)
+
+
+def check_whole(operands: Mapping[str, Any]) -> None:
+    """Raises ValueError when an axis that must be whole is sharded."""
+    for name, x in operands.items():
+        spec = [None if n == 1 else entry for n, entry in zip(x.shape, _spec_of(x), strict=True)]
+        refuse_sharded("attention", name, spec, _local.LABELS[name])
+
+
+def layout_of(mesh: Mesh | AbstractMesh, operands: Mapping[str, Any]) -> Layout:
+    """The layout that query's sharding asks for; key and value are asked where query says nothing.
+
+    operands: by name, each with shape and sharding.
+    """
+    full = _local.batch_shape(dict(operands))
+    used: set[str] = set()
+    batch: list[Axes] = []
+    for axis, size in enumerate(full):
+        entries = [
+            _axes(_spec_of(operands[name])[axis])
+            for name in ("query", "key", "value")
+            if operands[name].shape[axis] != 1
+        ]
+        batch.append(_prefix(mesh, next((a for a in entries if a), ()), size, used))
+        used.update(batch[-1])
+    heads_q, heads_kv = operands["query"].shape[-2], operands["key"].shape[-2]
+    entries = [_axes(_spec_of(operands["query"])[-2])]
+    if heads_q == heads_kv:
+        entries += [_axes(_spec_of(operands[name])[-2]) for name in ("key", "value")]
+    heads = _prefix(mesh, next((a for a in entries if a), ()), heads_q, used)
+    return Layout(mesh, tuple(batch), heads, _prefix(mesh, heads, heads_kv, set()))
+
+
+def _pick_heads(
+    arrays: dict[str, jax.Array], layout: Layout, group: int
+) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """KV heads that this device's query heads need, when query heads are split further than KV
+    heads.
+
+    Returns the operands, and the index of each picked head (None: all heads, in order).
+    """
+    heads_q, heads_kv = arrays["query"].shape[-2], arrays["key"].shape[-2]
+    if not layout.heads_rest or heads_kv * group == heads_q:
+        return arrays, None
+    first = jax.lax.axis_index(layout.heads_rest) * heads_q
+    if heads_q <= group and group % heads_q == 0:
+        heads = jnp.reshape(first // group, (1,))
+    else:  # a device's query heads straddle groups: one KV head per query head
+        heads = (first + jnp.arange(heads_q)) // group
+    picked = dict(arrays)
+    for name, x in arrays.items():
+        if "head_kv" in _local.LABELS[name]:
+            axis = x.ndim - len(_local.LABELS[name]) + _local.LABELS[name].index("head_kv")
+            picked[name] = jnp.take(x, heads, axis=axis, mode="clip")
+    return picked, heads
+
+
+def _put_heads(name: str, grad: jax.Array, heads: jax.Array, heads_kv: int) -> jax.Array:
+    """Inverse of `_pick_heads` for a cotangent: adds the picked heads into zeros of all heads."""
+    labels = _local.LABELS[name]
+    axis = grad.ndim - len(labels) + labels.index("head_kv")
+    moved = jnp.moveaxis(grad, axis, 0)
+    zeros = jnp.zeros((heads_kv, *moved.shape[1:]), moved.dtype)
+    return jnp.moveaxis(zeros.at[heads].add(moved), 0, axis)
+
+
+def over_explicit_mesh(
+    operands: Operands, run: Callable[[Operands], tuple[jax.Array, jax.Array]]
+) -> tuple[jax.Array, jax.Array]:
+    """run inside a shard_map over the Explicit mesh axes that query's type names for batch and
+    heads.
+
+    Key, value and the rest are resharded to follow query; on the remaining explicit axes all is
+    whole.
+    """
+    arrays = {
+        name: x[None] if name in _local.UNBATCHED else x
+        for name, x in _local.present(operands).items()
+    }
+    types = {name: jax.typeof(x) for name, x in arrays.items()}
+    check_whole(types)
+    layout = layout_of(types["query"].sharding.mesh, types)
+    group = operands.query.shape[-2] // operands.key.shape[-2]
+    # A mesh in scope must not be named again; without one, that of query's type is meant.
+    in_scope = not jax.sharding.get_abstract_mesh().empty
+    specs = {name: layout.spec(x.shape, _local.LABELS[name]) for name, x in arrays.items()}
+
+    def place(name: str, x: jax.Array) -> jax.Array:
+        return _compat.reshard(x, NamedSharding(layout.mesh, specs[name]))
+
+    def body(local: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        picked, _ = _pick_heads(local, layout, group)
+        own = {name: x[0] if name in _local.UNBATCHED else x for name, x in picked.items()}
+        return run(Operands(**own))
+
+    shape_q = operands.query.shape
+    out_specs = (
+        layout.spec((*shape_q[:3], operands.value.shape[-1]), _local.OUT_LABELS),
+        layout.spec((shape_q[0], shape_q[2], shape_q[1]), _local.LOGSUMEXP_LABELS),
+    )
+    mapped = jax.shard_map(
+        body,
+        mesh=None if in_scope else layout.mesh,
+        in_specs=(specs,),
+        out_specs=out_specs,
+        axis_names=set(_compat.explicit_axes(operands.query)),
+    )
+
+    def whole(given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, logsumexp = mapped({name: place(name, x) for name, x in given.items()})
+        return out, logsumexp
+
+    # Eagerly and with no mesh in scope, small operands still live on one device: jit moves them.
+    out, logsumexp = whole(arrays) if in_scope else jax.jit(whole)(arrays)
+    return out, logsumexp
+
+
+def _local_forward(call: Call) -> Callable[..., Arrays]:
+    def jax_fa3_forward(*arrays: jax.Array) -> Arrays:
+        return _local.forward(call.operands(arrays), call.config, call.only_cuda)
+
+    return jax_fa3_forward
+
+
+def _local_backward(call: Call) -> Callable[..., Arrays]:
+    def jax_fa3_backward(*arrays: jax.Array) -> Arrays:
+        *own, dout, dlogsumexp = arrays
+        grads = _local.backward(call.operands(own), dout, dlogsumexp, call.config)
+        return tuple(grads[name] for name in call.names if name in grads)
+
+    return jax_fa3_backward
+
+
+@cache
+def _forward(call: Call) -> Callable[..., Arrays]:
+    names, run = call.names, _local_forward(call)
+    labels = (_local.OUT_LABELS, _local.LOGSUMEXP_LABELS)
+
+    def shardings(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> tuple[Layout, Any]:
+        layout = layout_of(mesh, dict(zip(names, args, strict=True)))
+        return layout, tuple(layout.named(r.shape, s) for r, s in zip(results, labels, strict=True))
+
+    def infer(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
+        # NOTE: an exception here would abort the process; partition() is where to refuse.
+        return shardings(mesh, args, results)[1]
+
+    def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
+        check_whole(dict(zip(names, args, strict=False)))
+        layout, out_shardings = shardings(mesh, args, results)
+        group = _group(names, args)
+
+        def lower(*arrays: jax.Array) -> Arrays:
+            with _compat.empty_mesh():
+                picked, _ = _pick_heads(dict(zip(names, arrays, strict=True)), layout, group)
+                return tuple(run(*picked.values()))
+
+        in_shardings = tuple(
+            layout.named(x.shape, _local.LABELS[name]) for name, x in zip(names, args, strict=True)
+        )
+        return mesh, lower, out_shardings, in_shardings
+
+    rule = _rule([_local.LABELS[name] for name in names], list(labels))
+    return _compat.partitioned(run, partition=partition, infer=infer, sharding_rule=rule)
+
+
+@cache
+def _backward(call: Call) -> Callable[..., Arrays]:
+    names, run = call.names, _local_backward(call)
+    in_labels = [_local.LABELS[name] for name in names]
+    in_labels += [_local.OUT_LABELS, _local.LOGSUMEXP_LABELS]
+
+    def wanted(args: Sequence[Any]) -> list[str]:
+        return [n for n, x in zip(names, args, strict=False) if _local.is_differentiable(n, x)]
+
+    def shardings(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> tuple[Layout, Any]:
+        layout = layout_of(mesh, dict(zip(names, args, strict=False)))
+        pairs = zip(wanted(args), results, strict=True)
+        return layout, tuple(layout.named(r.shape, _local.LABELS[name]) for name, r in pairs)
+
+    def infer(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
+        return shardings(mesh, args, results)[1]
+
+    def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
+        check_whole(dict(zip(names, args, strict=False)))
+        layout, out_shardings = shardings(mesh, args, results)
+        group, targets = _group(names, args), wanted(args)
+
+        def lower(*arrays: jax.Array) -> Arrays:
+            with _compat.empty_mesh():
+                own = dict(zip(names, arrays, strict=False))
+                picked, heads = _pick_heads(own, layout, group)
+                grads = run(*picked.values(), *arrays[len(names) :])
+                done: list[jax.Array] = []
+                for name, grad, sharding in zip(targets, grads, out_shardings, strict=True):
+                    split = {a for entry in sharding.spec for a in _axes(entry)}
+                    added = tuple(axis for axis in layout.every if axis not in split)
+                    total = grad.astype(jnp.float32) if added else grad
+                    if heads is not None and "head_kv" in _local.LABELS[name]:
+                        total = _put_heads(name, total, heads, own["key"].shape[-2])
+                    total = _compat.psum(total, added)
+                    done.append(total.astype(grad.dtype))
+                return tuple(done)
+
+        in_shardings = tuple(
+            layout.named(x.shape, label) for x, label in zip(args, in_labels, strict=True)
+        )
+        return mesh, lower, out_shardings, in_shardings
+
+    def rule(mesh: Mesh, values: Sequence[Any], results: Sequence[Any]) -> Any:
+        # Cotangents exist for the floating operands; their order is that of the operands.
+        floating = [
+            n for n, t in zip(names, values, strict=False) if _is_float_type(t.element_type)
+        ]
+        return _rule(in_labels, [_local.LABELS[n] for n in floating])(mesh, values, results)
+
+    return _compat.partitioned(run, partition=partition, infer=infer, sharding_rule=rule)
+
+
+def _is_float_type(element_type: Any) -> bool:
+    """Whether an MLIR element type is a float wider than 8 bits (see `is_differentiable`)."""
+    return str(element_type) in ("bf16", "f16", "f32", "f64")
+
+
+def _group(names: Sequence[str], args: Sequence[Any]) -> int:
+    shapes = {name: x.shape for name, x in zip(names, args, strict=False)}
+    return int(shapes["query"][-2] // shapes["key"][-2])
+
+
+def _rule(
+    in_labels: Sequence[Sequence[str]], out_labels: Sequence[Sequence[str]]
+) -> Callable[..., Any]:
+    """Shardy rule: batch and heads are shared factors, every other axis is a factor of its own.
+
+    Sequence axes are deliberately not linked: a sharding of the result further down must not travel
+    back into query, where it would be refused.
+    """
+
+    def build(mesh: Mesh, values: Sequence[Any], results: Sequence[Any]) -> Any:
+        del mesh
+        counter = iter(range(1 << 30))
+        same_heads = _head_counts_agree(in_labels, values)
+
+        def factors(shape: Sequence[int], labels: Sequence[str]) -> list[str]:
+            batch = len(shape) - len(labels)
+            keys = [f"batch{i}" for i in range(batch)] + list(labels)
+            named: list[str] = []
+            for size, key in zip(shape, keys, strict=True):
+                if size == 1 or key in _WHOLE:
+                    named.append(f"own{next(counter)}")
+                elif key in ("head_q", "head_kv"):
+                    named.append("heads" if same_heads else key)
+                else:
+                    named.append(key)
+            return named
+
+        return _compat.sharding_rule(
+            [factors(t.shape, s) for t, s in zip(values, in_labels, strict=True)],
+            [factors(t.shape, s) for t, s in zip(results, out_labels, strict=True)],
+        )
+
+    return build
+
+
+def _head_counts_agree(labels: Sequence[Sequence[str]], values: Sequence[Any]) -> bool:
+    counts: dict[str, int] = {}
+    for own, value in zip(labels, values, strict=True):
+        for label in own:
+            if label in ("head_q", "head_kv"):
+                axis = len(value.shape) - len(own) + list(own).index(label)
+                counts[label] = max(counts.get(label, 1), value.shape[axis])
+    return counts.get("head_q") == counts.get("head_kv")

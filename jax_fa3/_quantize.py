@@ -1,0 +1,283 @@
+"""Float to (float8, descale): the options, the public pair quantize/dequantize, exact rounding.
+
+The model of what the kernels quantise lives in `_fp8_model`; both use the helpers below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+QueryGranularity = Literal["row", "block", "head", "tensor"]
+KeyGranularity = Literal["row", "block", "head", "tensor"]
+ValueGranularity = Literal["channel", "head", "tensor"]
+Granularity = Literal["tensor", "head", "row", "channel"]
+Format = Literal["e4m3", "e5m2"]
+
+FORMAT_DTYPES: dict[str, np.dtype[Any]] = {
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+# Per format: stored mantissa bits, exponent of the smallest normal number, largest value.
+_MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
+_MIN_EXPONENT = {"e4m3": -6, "e5m2": -14}
+FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+# Below this, range / amax would overflow float32; such a channel is as good as zero.
+SMALLEST_AMAX = 2.0**-100
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How attention makes FP8 out of wider inputs. Frozen and hashable, so it may be a jit static.
+
+    Every step keeps softmax exact up to rounding: subtracting the key mean shifts a row's logits
+    by a constant, the value mean is added back, and a rotation of query and key cancels.
+
+    Attributes:
+      dtype: format of query, key and value; probabilities are always e4m3.
+      query: one scale per "row", per "block" of 128 rows, per (batch, "head") or per "tensor".
+      key: one scale per "block" of 128 keys, or "row" (per key), "head", "tensor".
+      value: one scale per "channel" of each (batch, head), per (batch, "head") or per "tensor".
+      smooth_key: subtract each channel's mean over the keys before rounding.
+      center_value: the same for values; the mean is added to the output.
+      hadamard: rotate query and key; "auto" does so for head_dim 64, 128 and 256.
+      accumulate: "two_level" promotes partial sums to float32, "one_level" leaves them to the
+        tensor cores. The XLA path always sums in float32.
+      softmax: "exact" exponential, or "linear" between powers of two (faster, coarser).
+    Raises: ValueError for a value outside the sets above.
+    """
+
+    dtype: Format = "e4m3"
+    query: QueryGranularity = "row"
+    key: KeyGranularity = "block"
+    value: ValueGranularity = "channel"
+    smooth_key: bool = True
+    center_value: bool = True
+    hadamard: bool | Literal["auto"] = "auto"
+    accumulate: Literal["two_level", "one_level"] = "two_level"
+    softmax: Literal["exact", "linear"] = "exact"
+
+    def __post_init__(self) -> None:
+        choices: dict[str, tuple[Any, ...]] = {
+            "dtype": get_args(Format),
+            "query": get_args(QueryGranularity),
+            "key": get_args(KeyGranularity),
+            "value": get_args(ValueGranularity),
+            "smooth_key": (True, False),
+            "center_value": (True, False),
+            "hadamard": ("auto", True, False),
+            "accumulate": ("two_level", "one_level"),
+            "softmax": ("exact", "linear"),
+        }
+        for field, allowed in choices.items():
+            given = getattr(self, field)
+            if isinstance(given, np.bool_):
+                given = bool(given)
+                object.__setattr__(self, field, given)
+            if not isinstance(given, (str, bool)) or given not in allowed:
+                listed = " or ".join(f'"{c}"' if isinstance(c, str) else str(c) for c in allowed)
+                raise ValueError(f"Quantization: {field} must be {listed}; got {given!r}.")
+
+    @classmethod
+    def accurate(cls) -> Quantization:
+        """The default: fine scales, key smoothing, centred values, rotation, exact exponential."""
+        return cls()
+
+    @classmethod
+    def fast(cls) -> Quantization:
+        """`accurate` with the piecewise linear exponential."""
+        return cls(softmax="linear")
+
+    @classmethod
+    def per_tensor(cls) -> Quantization:
+        """One scale per tensor and nothing else: what FA3 and cuDNN do."""
+        return cls(
+            query="tensor",
+            key="tensor",
+            value="tensor",
+            smooth_key=False,
+            center_value=False,
+            hadamard=False,
+        )
+
+    @classmethod
+    def block(cls) -> Quantization:
+        """A scale per tile of 128 rows of query and key, per head of value, and nothing else."""
+        return cls(
+            query="block",
+            key="block",
+            value="head",
+            smooth_key=False,
+            center_value=False,
+            hadamard=False,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """A float8 array and the factors that undo it: real value = values * descale. A pytree.
+
+    Attributes:
+      values: [..., seqlen, num_heads, head_dim], float8_e4m3fn or float8_e5m2.
+      descale: float32; [] for "tensor", [..., num_heads (or num_heads_kv)] for "head",
+        [..., seqlen, num_heads] for "row", [..., num_heads, head_dim] for "channel".
+      granularity: which of these; static.
+    """
+
+    values: Any
+    descale: Any
+    granularity: Granularity = dataclasses.field(metadata={"static": True})
+
+
+def quantize(
+    x: Any,
+    *,
+    granularity: Granularity = "head",
+    dtype: Any = "e4m3",
+    num_heads_kv: int | None = None,
+) -> QuantizedTensor:
+    """Rounds to float8 with a factor that brings the largest magnitude to the format's maximum.
+
+    Args:
+      x: [..., seqlen, num_heads, head_dim], bfloat16, float16 or float32.
+      granularity: what shares a factor: the whole "tensor", each (batch, "head"), each "row" of
+        head_dim numbers, or each "channel" of a (batch, head). `attention` takes the first two.
+      dtype: "e4m3" or "e5m2", or the float8 dtype itself.
+      num_heads_kv: with granularity="head", the query heads of a group share one factor, so that
+        the descale has the [..., num_heads_kv] shape that `attention` wants for query_descale.
+    Returns: a QuantizedTensor. Casts saturate, all-zero parts have descale 1, non-finite numbers
+      become NaN (and do not count for the maximum).
+    Raises:
+      TypeError: x is not bfloat16, float16 or float32.   ValueError: another rule is broken.
+    """
+    format_name = _check_quantize(x, granularity, dtype, num_heads_kv)
+    x = jnp.asarray(x)
+    heads = x.shape[-2]
+    groups = heads if num_heads_kv is None else num_heads_kv
+    wide = x.astype(jnp.float32)
+    grouped = wide.reshape(*x.shape[:-2], groups, heads // groups, x.shape[-1])
+    axes: dict[str, tuple[int, ...]] = {
+        "tensor": tuple(range(grouped.ndim)),
+        "head": (-4, -2, -1),
+        "row": (-2, -1),
+        "channel": (-4, -2),
+    }
+    reduced = axes[granularity]
+    finite = jnp.isfinite(grouped)
+    amax = jnp.max(jnp.abs(jnp.where(finite, grouped, 0.0)), axis=reduced, keepdims=True, initial=0)
+    descale, inverse = range_factors(amax, FORMAT_MAX[format_name])
+    values = round_to_format(jnp.where(finite, grouped * inverse, jnp.nan), format_name)
+    values = values.astype(FORMAT_DTYPES[format_name]).reshape(x.shape)
+    return QuantizedTensor(values, jnp.squeeze(descale, reduced), granularity)
+
+
+def dequantize(quantized: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
+    """values * descale in float32, cast to `dtype`; shape of `quantized.values`.
+
+    Raises: TypeError when given anything but a QuantizedTensor.
+    """
+    if not isinstance(quantized, QuantizedTensor):
+        raise TypeError(
+            f"dequantize: quantized must be a QuantizedTensor; got {type(quantized).__name__}."
+        )
+    values, descale = quantized.values, quantized.descale
+    heads = values.shape[-2]
+    if quantized.granularity == "tensor":
+        factor = descale.reshape(descale.shape + (1,) * (values.ndim - descale.ndim))
+    elif quantized.granularity == "head":
+        factor = jnp.repeat(descale, heads // descale.shape[-1], axis=-1)[..., None, :, None]
+    elif quantized.granularity == "row":
+        factor = descale[..., None]
+    else:
+        factor = descale[..., None, :, :]
+    real: jax.Array = (values.astype(jnp.float32) * factor).astype(dtype)
+    return real
+
+
+def round_to_format(x: jax.Array, format_name: str) -> jax.Array:
+    """Rounds float32 to the nearest float8 number (ties to even), saturating; NaN stays NaN.
+
+    The result is float32, so that a cast to float8 is exact on every backend (XLA's own cast does
+    not saturate, and may round twice).
+    """
+    mantissa_bits = _MANTISSA_BITS[format_name]
+    min_exponent = _MIN_EXPONENT[format_name]
+    limit = FORMAT_MAX[format_name]
+    step = 2.0 ** (min_exponent - mantissa_bits)
+    # Ties at the limit: clipping first keeps 448..464 at 448 and infinities in range.
+    clipped = jnp.clip(x, -limit, limit)
+    normal = jax.lax.reduce_precision(clipped, exponent_bits=8, mantissa_bits=mantissa_bits)
+    subnormal = jnp.round(clipped * (1.0 / step)) * step
+    return jnp.where(jnp.abs(clipped) < 2.0**min_exponent, subnormal, normal)
+
+
+def exact_exp2(exponent: jax.Array) -> jax.Array:
+    """2^exponent for integer-valued float32 or int32, exact; 0 below -126, 2^127 above 127."""
+    clamped = jnp.clip(exponent, -127, 127).astype(jnp.int32)
+    return jax.lax.bitcast_convert_type((clamped + 127) << 23, jnp.float32)
+
+
+def power_of_two_exponent(amax: jax.Array, limit: float, *, closed: bool) -> jax.Array:
+    """The int32 e that brings amax / 2^e under `limit`: into (limit/2, limit] when closed, else
+    into [limit/2, limit). 0 for amax 0."""
+    fraction, exponent = jnp.frexp(amax)
+    limit_fraction, limit_exponent = math.frexp(limit)
+    over = fraction > limit_fraction if closed else fraction >= limit_fraction
+    e = exponent.astype(jnp.int32) - limit_exponent + over.astype(jnp.int32)
+    # 2^e and 2^-e must both be float32 numbers.
+    return jnp.where(amax > 0, jnp.clip(e, -126, 126), 0)
+
+
+def range_factors(amax: jax.Array, limit: float) -> tuple[jax.Array, jax.Array]:
+    """(descale, inverse) = (amax / limit, limit / amax); both 1 where amax is 0."""
+    nonzero = amax > 0
+    safe = jnp.where(nonzero, jnp.maximum(amax, SMALLEST_AMAX), limit)
+    # Not safe / limit: XLA turns a division by a constant into this product, but only under jit.
+    descale = safe * np.float32(1.0 / limit)
+    return jnp.where(nonzero, descale, 1.0), jnp.where(nonzero, limit / safe, 1.0)
+
+
+def _check_quantize(x: Any, granularity: Any, dtype: Any, num_heads_kv: Any) -> str:
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise TypeError(f"quantize: x must be an array; got {type(x).__name__}.")
+    wide = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
+    if np.dtype(x.dtype) not in wide:
+        raise TypeError(f"quantize: x must be bfloat16, float16 or float32; got {x.dtype}.")
+    shape = "[" + ", ".join(map(str, x.shape)) + "]"
+    if len(x.shape) < 3:
+        raise ValueError(
+            "quantize: x must have shape [..., seqlen, num_heads, head_dim] (rank 3 or more);"
+            f" got {shape}."
+        )
+    if granularity not in get_args(Granularity):
+        listed = " or ".join(f'"{g}"' for g in get_args(Granularity))
+        raise ValueError(f"quantize: granularity must be {listed}; got {granularity!r}.")
+    if num_heads_kv is not None:
+        if granularity != "head":
+            raise ValueError(
+                'quantize: num_heads_kv must be None unless granularity is "head"; got'
+                f" {num_heads_kv!r}."
+            )
+        if not isinstance(num_heads_kv, int) or num_heads_kv < 1 or x.shape[-2] % num_heads_kv:
+            raise ValueError(
+                f"quantize: num_heads_kv must divide num_heads = {x.shape[-2]}; got"
+                f" {num_heads_kv!r}."
+            )
+    for format_name, format_dtype in FORMAT_DTYPES.items():
+        if isinstance(dtype, str) and dtype == format_name:
+            return format_name
+        try:
+            if np.dtype(dtype) == format_dtype:
+                return format_name
+        except TypeError:
+            continue
+    raise ValueError(
+        f'quantize: dtype must be "e4m3" or "e5m2" (or that float8 dtype); got {dtype!r}.'
+    )

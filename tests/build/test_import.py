@@ -1,0 +1,83 @@
+"""`import jax_fa3` works without the extension, without a GPU and under python -O."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_fa3
+
+# A None in sys.modules makes the import system report the module as not found.
+HIDE_EXTENSION = "import sys; sys.modules['jax_fa3._ext'] = None\n"
+
+
+def run_python(code, tmp_path, *flags):
+    """Runs `code` on the same jax_fa3 in a fresh interpreter, with a user's warnings as errors."""
+    command = [sys.executable, *flags, "-W", "error::UserWarning", "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1])}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+ATTEND = """
+import jax.numpy as jnp, jax_fa3
+x = jnp.ones((2, 3, 2, 64), jnp.bfloat16)
+out = jax_fa3.attention(x, x, x, {options})
+print(out.shape, bool((out == 1).all()))
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("-O",)], ids=["plain", "-O"])
+def test_attention_works_without_the_extension(tmp_path, flags):
+    code = HIDE_EXTENSION + ATTEND.format(options="precision='native'")
+    assert run_python(code, tmp_path, *flags).strip() == "(2, 3, 2, 64) True"
+
+
+def test_cuda_without_the_extension_says_why(tmp_path):
+    attend = ATTEND.format(options="implementation='cuda'")
+    code = HIDE_EXTENSION + (
+        "try:\n"
+        f"    exec({attend!r})\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    output = run_python(code, tmp_path)
+    assert "NotImplementedError" in output or "RuntimeError" in output
+    assert "_ext" in output
+
+
+def test_import_starts_no_backend_and_loads_no_driver(tmp_path):
+    code = (
+        "import jax_fa3\n"
+        "from jax._src import xla_bridge\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "print(xla_bridge.backends_are_initialized(), 'libcuda.so' in maps)\n"
+    )
+    assert run_python(code, tmp_path).split() == ["False", "False"]
+
+
+def test_import_asserts_nothing_at_run_time(tmp_path):
+    """python -O strips asserts: the checks on arguments must still be there."""
+    code = (
+        "import jax.numpy as jnp, jax_fa3\n"
+        "q, k = jnp.ones((2, 3, 2, 64), jnp.bfloat16), jnp.ones((2, 3, 2, 32), jnp.bfloat16)\n"
+        "try:\n"
+        "    jax_fa3.attention(q, k, k)\n"
+        "except ValueError as error:\n"
+        "    print('refused:', error)\n"
+    )
+    assert run_python(code, tmp_path, "-O").startswith("refused: attention: ")
+
+
+def test_version_is_that_of_the_installed_package():
+    try:
+        version = importlib.metadata.version("jax_fa3")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs an installed jax_fa3; this is the source tree")
+    assert jax_fa3.__version__ == version

@@ -1,0 +1,217 @@
+"""The SASS gate accepts good machine code and rejects every kind of bad one (made-up listings)."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "sass_gate.py"
+
+
+def load_gate():
+    spec = importlib.util.spec_from_file_location("sass_gate", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sass_gate"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+gate = load_gate()
+
+FP8 = ["QGMMA.64x128x32.F32.E4M3.E4M3", "UBLKCP", "USETMAXREG.DEALLOC.CTAPOOL", "BAR.SYNC"]
+GOOD_OPCODES = {
+    "exact": [*FP8, "MUFU.EX2"],
+    "linear": FP8,
+    "16-bit": ["HGMMA.64x128x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC", "MUFU.EX2"],
+    "quantize": ["LDG.E", "STG.E.U8"],
+}
+# One mangled name per family, as nvcc writes them.
+SYMBOLS = {
+    "exact": "_ZN7jax_fa310fwd_kernelINS_9FwdFp8D64INS_3ptx4E4m3ELNS_4Exp2E0EEEEEvv{}",
+    "linear": "_ZN7jax_fa310fwd_kernelINS_9FwdFp8D64INS_3ptx4E4m3ELNS_4Exp2E1EEEEEvv{}",
+    "16-bit": "_ZN7jax_fa310fwd_kernelINS_8Fwd16D64INS_3ptx4Bf16EEEEEvv{}",
+    "quantize": "_ZN7jax_fa314key_value_statsILi64EEEvNS_14QuantizeParamsE{}",
+}
+
+
+def listing(symbol, opcodes, arch="sm_90a"):
+    """What `cuobjdump --dump-sass` prints for one kernel."""
+    lines = [f"arch = {arch}", "code version = [1,8]", f"\tcode for {arch}", f"\t.target\t{arch}"]
+    lines += ["", f"\t\tFunction : {symbol}", '\t.headerflags\t@"EF_CUDA_SM90"']
+    for i, opcode in enumerate(opcodes):
+        predicate = "@!P0" if i % 2 else "    "
+        lines.append(
+            f"        /*{16 * i:04x}*/             {predicate} {opcode} R2, R4 ;  /* 0x2 */"
+        )
+        lines.append(" " * 60 + "/* 0x000fe20000000800 */")
+    return "\n".join([*lines, "\t\t.........."])
+
+
+def extension(changed=None, opcodes=None):
+    """A whole good extension as SASS text; the first kernel of family `changed` gets `opcodes`."""
+    text = []
+    for family, symbol in SYMBOLS.items():
+        for i in range(4):
+            bad = family == changed and i == 0
+            text.append(listing(symbol.format(i), opcodes if bad else GOOD_OPCODES[family]))
+    return "\n".join(text)
+
+
+def failures(text, ptx_files=()):
+    kernels, architectures = gate.parse_sass(text)
+    found = gate.check_extension(kernels, architectures, ptx_files)
+    for kernel in kernels.values():
+        found += gate.check_kernel(kernel)
+    return found
+
+
+def report(symbol, registers=168, stores=0, loads=0, advisory=""):
+    """What the build keeps of ptxas for one kernel."""
+    return (
+        f"{advisory}\n"
+        "ptxas info    : 0 bytes gmem\n"
+        f"ptxas info    : Compiling entry function '{symbol}' for 'sm_90a'\n"
+        f"ptxas info    : Function properties for {symbol}\n"
+        f"    0 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads\n"
+        f"ptxas info    : Used {registers} registers, used 9 barriers\n"
+    )
+
+
+def test_good_extension_passes():
+    assert failures(extension()) == []
+
+
+def test_parser_counts_predicated_instructions_and_variants():
+    opcodes = ["MUFU.EX2", "@P1", "MUFU.EX2.F16", "MUFU.RCP", "LDL.64", "LDLX"]
+    kernels, architectures = gate.parse_sass(listing("f", opcodes))
+    assert architectures == {"sm_90a"}
+    assert kernels["f"].count("MUFU.EX2") == 2
+    assert kernels["f"].count("LDL") == 1  # LDLX is another opcode
+    assert kernels["f"].count("MUFU") == 3
+
+
+@pytest.mark.parametrize("family", ["exact", "linear", "16-bit"])
+@pytest.mark.parametrize("position", range(3))  # multiply, load, registers
+def test_missing_instruction_fails(family, position):
+    opcodes = list(GOOD_OPCODES[family])
+    del opcodes[position]
+    (failure,) = failures(extension(family, opcodes))
+    assert re.search(r"holds no .*, which a kernel of family", failure)
+
+
+def test_exact_kernel_without_exp2_fails_and_linear_passes():
+    (failure,) = failures(extension("exact", FP8))
+    assert "holds no MUFU.EX2" in failure
+    assert failures(extension("linear", [*FP8, "MUFU.EX2"])) == []
+
+
+@pytest.mark.parametrize("family", list(SYMBOLS))
+@pytest.mark.parametrize("opcode", ["LDL.LU", "STL.128", "HMMA.16816.F32", "IMMA.16832.S8.S8"])
+def test_forbidden_instruction_fails(family, opcode):
+    (failure,) = failures(extension(family, [*GOOD_OPCODES[family], opcode]))
+    assert opcode.split(".")[0] in failure
+
+
+@pytest.mark.parametrize(
+    ("family", "opcode"),
+    [("exact", "HGMMA.64x64x16.F32"), ("linear", "HGMMA.64x64x16.F32"), ("16-bit", FP8[0])],
+)
+def test_wrong_precision_fails(family, opcode):
+    (failure,) = failures(extension(family, [*GOOD_OPCODES[family], opcode]))
+    assert "wrong unit" in failure
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100a"])
+def test_other_architecture_fails(arch):
+    extra = listing(SYMBOLS["quantize"].format(9), GOOD_OPCODES["quantize"], arch)
+    (failure,) = failures(extension() + "\n" + extra)
+    assert arch in failure
+
+
+def test_ptx_fails():
+    (failure,) = failures(extension(), ["a.sm_90a.ptx"])
+    assert "PTX" in failure
+
+
+def test_empty_extension_fails_for_every_family():
+    found = failures("")
+    assert len(found) == 1 + len(gate.RULES)
+    assert "got none" in found[0]
+
+
+def test_missing_family_fails():
+    text = "\n".join(t for t in extension().split("\t\t..........") if "Fwd16" not in t)
+    (failure,) = failures(text)
+    assert "at least 4 kernels of family '16-bit'; got 0" in failure
+
+
+def test_unknown_kernel_fails():
+    (failure,) = failures(extension() + "\n" + listing("_Z7mystery", ["LDG.E"]))
+    assert "no rule covers this kernel" in failure
+
+
+def test_demangled_names_are_recognised_too():
+    name = "void jax_fa3::fwd_kernel<jax_fa3::FwdFp8D64<jax_fa3::ptx::E4m3, (jax_fa3::Exp2)%d> >()"
+    assert gate.rule_of(gate.Kernel("?", name % 0)).family == "fp8 exact"
+    assert gate.rule_of(gate.Kernel("?", name % 1)).family == "fp8 linear"
+
+
+def test_clean_ptxas_report_passes():
+    kernels, _ = gate.parse_sass(extension())
+    logs = {"a.ptxas.log": "".join(report(symbol) for symbol in kernels)}
+    assert gate.check_ptxas(kernels, logs) == []
+
+
+def test_ptxas_report_is_read_per_kernel():
+    entries, advisories = gate.parse_ptxas(report("f", 24) + report("g", 240, 8, 12))
+    assert entries == {"f": gate.PtxasEntry(24, 0), "g": gate.PtxasEntry(240, 20)}
+    assert advisories == []
+
+
+@pytest.mark.parametrize(("stores", "loads"), [(4, 0), (0, 4)])
+def test_spill_in_report_fails(stores, loads):
+    kernels, _ = gate.parse_sass(listing("f", []))
+    (failure,) = gate.check_ptxas(kernels, {"a": report("f", 168, stores, loads)})
+    assert "ptxas reports 4 bytes of spills" in failure
+
+
+@pytest.mark.parametrize("code", gate.FATAL_ADVISORIES)
+def test_advisory_in_report_fails(code):
+    kernels, _ = gate.parse_sass(listing("f", []))
+    line = f"ptxas info    : ({code}) Potential Performance Loss: wgmma.mma_async are serialized"
+    (failure,) = gate.check_ptxas(kernels, {"a.log": report("f", advisory=line)})
+    assert failure.startswith("a.log: ")
+    assert code in failure
+
+
+def test_report_of_another_build_fails():
+    kernels, _ = gate.parse_sass(listing("f", []))
+    (failure,) = gate.check_ptxas(kernels, {"a": report("g")})
+    assert "another build" in failure
+
+
+def test_resource_usage():
+    text = "Resource usage:\n Function f:\n  REG:168 STACK:0\n Function g:\n  REG:24 STACK:0\n"
+    assert gate.parse_resource_usage(text) == {"f": 168, "g": 24}
+
+
+def test_table_shows_registers_spills_and_counts():
+    kernels, _ = gate.parse_sass(listing(SYMBOLS["exact"].format(0), GOOD_OPCODES["exact"]))
+    (kernel,) = kernels.values()
+    kernel.registers = 168
+    header, row = gate.table([kernel], {"a": report(kernel.symbol, stores=16)}).splitlines()
+    assert header.split()[:4] == ["family", "registers", "spills", "QGMMA"]
+    assert row.split()[:10] == ["fp8", "exact", "168", "16", "1", "0", "1", "0", "0", "1"]
+
+
+def test_missing_file_and_empty_logs_exit_2(tmp_path, capsys):
+    assert gate.main([str(tmp_path / "no.so")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_missing_tool_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(gate.CannotCheckError, match="pip install nvidia-cuda-noobjdump"):
+        gate.find_tool("noobjdump")

@@ -1,0 +1,197 @@
+"""Inputs for tests of the quantiser, and the comparison of its results with the NumPy model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+from gpu import image_model
+
+DTYPES = {
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f16": np.dtype(np.float16),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+LENGTHS = (1, 7, 63, 64, 65, 127, 128, 129, 191, 255, 257, 1000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes, dtypes and flags of one call. `data` names a generator below."""
+
+    seqlen_q: int = 65
+    seqlen_k: int = 129
+    head_dim: int = 128
+    group_size: int = 3
+    batch: int = 2
+    num_heads_kv: int = 2
+    q_dtype: str = "bf16"
+    k_dtype: str = "bf16"
+    v_dtype: str = "bf16"
+    image_dtype: str = "e4m3"
+    data: str = "normal"
+    hadamard: bool = True
+    smooth_key: bool = True
+    center_value: bool = True
+
+    def flags(self) -> dict[str, bool]:
+        return {
+            "hadamard": self.hadamard,
+            "smooth_key": self.smooth_key,
+            "center_value": self.center_value,
+        }
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return "-".join(changed) or "default"
+
+
+def cases() -> list[Case]:
+    """What both the host run of the kernels and the GPU check."""
+    found = [
+        # every length as a query and as a key length, never both alike
+        *(
+            Case(seqlen_q=q, seqlen_k=k, head_dim=head_dim, group_size=group)
+            for q, k, head_dim, group in zip(
+                LENGTHS, reversed(LENGTHS), (64, 128) * 6, (1, 3, 4) * 4, strict=True
+            )
+        ),
+        Case(seqlen_q=1000, seqlen_k=1, head_dim=64),
+        Case(seqlen_k=2049, head_dim=128, group_size=1, batch=1),  # five chunks of statistics
+        Case(seqlen_k=2049, head_dim=64, group_size=1, batch=1, v_dtype="e4m3"),
+        # data
+        *(
+            Case(
+                seqlen_k=257,
+                head_dim=head_dim,
+                data=data,
+                q_dtype=dtype,
+                k_dtype=dtype,
+                v_dtype=dtype,
+            )
+            for data in ("outliers", "zeros", "constant", "bad", "biased", "tiny")
+            for head_dim, dtype in ((64, "bf16"), (128, "f16"))
+        ),
+        Case(data="huge"),
+        Case(data="bad", hadamard=False, smooth_key=False),
+        Case(data="bad", image_dtype="e5m2"),
+        # dtypes
+        Case(q_dtype="f16", k_dtype="bf16", v_dtype="f16", image_dtype="e5m2"),
+        Case(q_dtype="f16", k_dtype="f16", v_dtype="f16", head_dim=64),
+        *(
+            Case(q_dtype=q, k_dtype=k, v_dtype=v, image_dtype=image, hadamard=False, data=data)
+            for q, k, v, image, data in (
+                ("e4m3", "e4m3", "e4m3", "e4m3", "normal"),
+                ("e5m2", "e5m2", "e5m2", "e5m2", "normal"),
+                ("e4m3", "e4m3", "e4m3", "e4m3", "bad"),
+                ("e5m2", "e5m2", "e5m2", "e5m2", "bad"),
+                ("bf16", "e4m3", "e4m3", "e4m3", "normal"),
+                ("e4m3", "bf16", "f16", "e4m3", "normal"),
+                ("e5m2", "e4m3", "bf16", "e5m2", "zeros"),
+            )
+        ),
+        Case(v_dtype="e4m3"),
+        # flags
+        *(
+            Case(hadamard=h, smooth_key=s, center_value=c, head_dim=64)
+            for h in (False, True)
+            for s in (False, True)
+            for c in (False, True)
+        ),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def make(case: Case, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """(q, k, v, factor, v_factor) of a case; every head has its own magnitude."""
+    rng = np.random.default_rng(seed)
+    num_heads_q = case.num_heads_kv * case.group_size
+    q = _values(rng, case, (case.batch, case.seqlen_q, num_heads_q, case.head_dim))
+    k = _values(rng, case, (case.batch, case.seqlen_k, case.num_heads_kv, case.head_dim))
+    v = _values(rng, case, (case.batch, case.seqlen_k, case.num_heads_kv, case.head_dim))
+    lead = (case.batch, case.num_heads_kv)
+    factor = rng.uniform(0.05, 0.3, lead).astype(np.float32)
+    v_factor = rng.uniform(0.5, 2, lead).astype(np.float32)
+    arrays = [
+        x.astype(DTYPES[dtype])
+        for x, dtype in ((q, case.q_dtype), (k, case.k_dtype), (v, case.v_dtype))
+    ]
+    if case.data == "bad":
+        for array in arrays:
+            _spoil(rng, array)
+    return *arrays, factor, v_factor
+
+
+def _values(rng: np.random.Generator, case: Case, shape: tuple[int, ...]) -> np.ndarray:
+    scale = (2.0 ** np.arange(shape[2]) / 4)[:, None]
+    x = rng.standard_normal(shape) * scale
+    if case.data == "outliers":
+        x += 30 * rng.standard_normal(shape) * (rng.random(shape) < 0.01)
+    elif case.data == "biased":
+        x += 5 * rng.standard_normal((shape[0], 1, *shape[2:]))
+    elif case.data == "zeros":
+        x[:, :, 0] = 0  # a whole head
+        x[:, ::2] = 0  # every other row
+        x[..., 3] = 0  # a channel
+    elif case.data == "constant":
+        x[:] = x[:, :1]  # all rows alike: what is left after centring is (nearly) nothing
+    elif case.data == "tiny":
+        x *= 2.0**-22 if "f16" in (case.q_dtype, case.k_dtype) else 2.0**-128
+    elif case.data == "huge":
+        x *= 1e36  # bfloat16 only
+    return x
+
+
+def _spoil(rng: np.random.Generator, array: np.ndarray) -> None:
+    """NaN and infinities in a few rows; the last row and row 0 of head 0 among them."""
+    batch, seqlen, heads, head_dim = array.shape
+    values = [np.nan, np.inf, -np.inf]
+    for i in range(max(2, seqlen // 20)):
+        row = (seqlen - 1, 0)[i] if i < 2 else rng.integers(seqlen)
+        place = (rng.integers(batch), row, 0 if i < 2 else rng.integers(heads))
+        array[(*place, rng.integers(head_dim))] = values[i % 3]
+
+
+def check(
+    case: Case, results: Mapping[str, np.ndarray], model: Mapping[str, np.ndarray], *, exact: bool
+) -> None:
+    """Compares results (images as uint8 codes) with the model.
+
+    exact: the model used the results' own means, so that every code must agree. Otherwise the last
+    bits of a mean may differ, and with them a few codes by one step.
+    """
+    for name in ("q_image", "k_image", "v_image"):
+        assert results[name].shape == model[name].shape, name
+        distance = image_model.code_distance(results[name], model[name])
+        if exact or (name == "q_image"):
+            assert distance.max() == 0, f"{name}: {(distance > 0).mean():.2%} of the codes differ"
+        elif case.data == "constant":
+            continue  # nothing but the means' rounding errors is left
+        else:
+            assert distance.max() <= 1, f"{name}: off by {distance.max()} steps"
+            assert (distance > 0).mean() < 1e-3, f"{name}: {(distance > 0).mean():.2%} differ"
+    np.testing.assert_array_equal(results["q_descale"], model["q_descale"], "q_descale")
+    if exact or case.data != "constant":
+        np.testing.assert_array_equal(results["k_descale"], model["k_descale"], "k_descale")
+        rtol = 0 if exact else 1e-5
+        np.testing.assert_allclose(
+            results["v_descale"], model["v_descale"], rtol, 0, err_msg="v_descale"
+        )
+
+    # Sums in float32 in an order of the kernel's own: errors relative to the magnitudes added.
+    # The shift of a row with NaN or Inf is not defined: its logits are NaN anyway.
+    good = np.isfinite(model["q_shift"])
+    shift, expected = results["q_shift"][good], model["q_shift"][good]
+    limit = 1e-5 * np.maximum(np.abs(expected).max(initial=0), np.float32(1e-30))
+    assert (np.abs(shift - expected) <= limit).all() or case.data == "huge", "q_shift"
+    for name in ("v_mean", "k_mean"):
+        if name in results and not exact:
+            limit = 1e-5 * np.abs(model[name]).max(initial=0)
+            assert (np.abs(results[name] - model[name]) <= limit).all() or case.data == "huge", name

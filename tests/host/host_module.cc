@@ -1,0 +1,143 @@
+// Test-only extension: the functions of cuda/common and cuda/quantize that also run on the host,
+// over NumPy arrays.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/common/layout.h"
+#include "cuda/common/mask.h"
+#include "cuda/common/scheduler.h"
+#include "cuda/quantize/grid.h"
+#include "cuda/quantize/launch.h"
+#include "cuda/quantize/numerics.h"
+#include "cuda/quantize/rotation.h"
+
+namespace py = pybind11;
+using namespace jax_fa3;  // NOLINT: the module is a list of names
+
+void bind_quantize(py::module_& module);  // host_quantize.cc
+
+namespace {
+
+void bind_layout(py::module_& m) {
+  m.attr("granule") = kGranule;
+  m.attr("slab") = kSlab;
+  m.attr("operand_range") = kOperandRange;
+  m.def("round_up",
+        py::vectorize([](int64_t value, int64_t multiple) { return round_up(value, multiple); }));
+  m.def("swizzled_chunk", py::vectorize([](int row_bytes, int row, int chunk) {
+          return swizzled_chunk(row_bytes, row, chunk);
+        }));
+  m.def("row_image_offset", py::vectorize([](int head_dim, int64_t row, int column) {
+          return row_image_offset(head_dim, row, column);
+        }));
+  m.def("key_position", py::vectorize([](int key) { return key_position(key); }));
+  m.def("value_image_offset",
+        py::vectorize([](int channel, int key) { return value_image_offset(channel, key); }));
+}
+
+void bind_mask(py::module_& m) {
+  m.def("visible", py::vectorize([](int seqlen_k, bool is_causal, int diagonal, int row) {
+          return KeyRange{seqlen_k, is_causal, diagonal}.visible(row);
+        }));
+  m.def("num_blocks",
+        py::vectorize([](int seqlen_k, bool is_causal, int diagonal, int last_row, int block_kv) {
+          return KeyRange{seqlen_k, is_causal, diagonal}.num_blocks(last_row, block_kv);
+        }));
+  m.def("needs_mask", py::vectorize([](int seqlen_k, bool is_causal, int diagonal, int first_row,
+                                       int block, int block_kv) {
+          return KeyRange{seqlen_k, is_causal, diagonal}.needs_mask(first_row, block, block_kv);
+        }));
+}
+
+void bind_scheduler(py::module_& m) {
+  m.def("num_tiles",
+        [](int num_q_blocks, int num_heads, int batch, int section, bool longest_first) {
+          return TileOrder{num_q_blocks, num_heads, batch, section, longest_first}.num_tiles();
+        });
+  m.def("tile", [](int num_q_blocks, int num_heads, int batch, int section, bool longest_first,
+                   int index) {
+    const Tile tile = TileOrder{num_q_blocks, num_heads, batch, section, longest_first}.tile(index);
+    return py::make_tuple(tile.q_block, tile.head, tile.batch);
+  });
+  m.def("section_heads",
+        [](int total_heads, int group_size, int64_t kv_bytes, int64_t cache_bytes) {
+          return section_heads(total_heads, group_size, kv_bytes, cache_bytes);
+        });
+}
+
+void bind_numerics(py::module_& m) {
+  m.def("operand_exponent", py::vectorize([](float amax) { return operand_exponent(amax); }));
+  m.def("value_exponent", py::vectorize([](float amax) { return value_exponent(amax); }));
+  m.def("power_of_two", py::vectorize([](int exponent) { return power_of_two(exponent); }));
+  m.def("value_descale", py::vectorize([](float amax, bool v_is_float8, float v_factor) {
+          return value_scale(amax, v_is_float8, v_factor).descale;
+        }));
+  m.def("value_multiplier",
+        py::vectorize([](float amax, bool v_is_float8, float v_factor) {
+          return value_scale(amax, v_is_float8, v_factor).multiplier;
+        }));
+  m.def("cast_code", py::vectorize([](float value, bool e5m2) {
+          return e5m2 ? cast_four<true>(value, 0, 0, 0) & 0xffu
+                      : cast_four<false>(value, 0, 0, 0) & 0xffu;
+        }));
+  m.def("cast_value_word", [](py::array_t<float, py::array::c_style> keys) {
+    float values[16];
+    uint32_t words[4];
+    if (keys.size() != 16) throw std::invalid_argument("cast_value_word: needs 16 keys");
+    std::copy_n(keys.data(), 16, values);
+    cast_value_chunk<false>(values, words);
+    return py::bytes(reinterpret_cast<const char*>(words), sizeof(words));
+  });
+  m.def("widen_code", py::vectorize([](uint32_t code, bool e5m2) {
+          return pair_low(widen_pair(code, e5m2 ? ElementKind::kE5m2 : ElementKind::kE4m3), false);
+        }));
+  m.def("pair_value", py::vectorize([](uint32_t pair, bool high, bool is_bf16) {
+          return high ? pair_high(pair, is_bf16) : pair_low(pair, is_bf16);
+        }));
+  m.def("pair_has_nonfinite", py::vectorize([](uint32_t pair, bool is_bf16) {
+          const uint32_t pairs[1] = {pair};
+          return has_nonfinite(pairs, is_bf16);
+        }));
+  m.def("is_negated", py::vectorize([](int column) { return is_negated(column); }));
+  m.def("pair_sign_mask", py::vectorize([](int column) { return pair_sign_mask(column); }));
+  m.def("rotated_position",
+        py::vectorize([](int head_dim, int i) { return rotated_position(head_dim, i); }));
+}
+
+void bind_grid(py::module_& m) {
+  m.def("quantize_chunks", &quantize_chunks);
+  m.def("quantize_workspace_floats", &quantize_workspace_floats);
+  // (stats, finalize, finalize threads, kv, q) blocks, or None when the launch refuses.
+  m.def("quantize_grid",
+        [](int batch, int seqlen_q, int seqlen_k, int num_heads_q, int num_heads_kv, int head_dim,
+           bool hadamard, bool q_is_float8) -> py::object {
+          QuantizeParams params{};
+          params.q_kind = q_is_float8 ? ElementKind::kE4m3 : ElementKind::kBf16;
+          params.k_kind = params.v_kind = ElementKind::kBf16;
+          params.image_kind = ElementKind::kE4m3;
+          params.batch = batch, params.seqlen_q = seqlen_q, params.seqlen_k = seqlen_k;
+          params.num_heads_q = num_heads_q, params.num_heads_kv = num_heads_kv,
+          params.head_dim = head_dim;
+          params.hadamard = hadamard;
+          QuantizeGrid grid;
+          if (!make_quantize_grid(params, &grid)) return py::none();
+          return py::make_tuple(grid.stats_blocks, grid.finalize_blocks, grid.finalize_threads,
+                                grid.kv_blocks, grid.q_blocks);
+        });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(host_module, m) {
+  m.doc() = "Host side of jax_fa3's CUDA headers, for tests.";
+  bind_layout(m);
+  bind_mask(m);
+  bind_scheduler(m);
+  bind_numerics(m);
+  bind_grid(m);
+  bind_quantize(m);
+}

@@ -1,0 +1,274 @@
+"""The quantiser's kernels, run on the host thread by thread, write what the NumPy model says.
+
+Inputs and outputs lie in memory that ends at a guard page; outputs start out poisoned.
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gpu import image_model, quantize_data
+from gpu.quantize_data import Case
+
+
+def run_on_host(host, case, q, k, v, factor, v_factor):
+    """Results as arrays, images as uint8, with "k_mean" out of the workspace."""
+
+    def as_bytes(x):
+        return np.ascontiguousarray(x).view(np.uint8)
+
+    raw = host.quantize_on_host(
+        *(as_bytes(x) for x in (q, k, v)),
+        *(x.dtype.name for x in (q, k, v)),
+        quantize_data.DTYPES[case.image_dtype].name,
+        factor,
+        v_factor,
+        case.hadamard,
+        case.smooth_key,
+        case.center_value,
+    )
+    rows = int(host.round_up(case.seqlen_q, 64))
+    keys = int(host.round_up(case.seqlen_k, 128))
+    q_lead = (case.batch, case.num_heads_kv * case.group_size)
+    kv_lead = (case.batch, case.num_heads_kv)
+    shapes = {
+        "q_image": (*q_lead, rows, case.head_dim),
+        "q_descale": (*q_lead, rows),
+        "q_shift": (*q_lead, rows),
+        "k_image": (*kv_lead, keys, case.head_dim),
+        "k_descale": (*kv_lead, keys // 128),
+        "v_image": (*kv_lead, keys // 128, case.head_dim, 128),
+        "v_descale": (*kv_lead, case.head_dim),
+        "v_mean": (*kv_lead, case.head_dim),
+        "workspace": (*kv_lead, host.quantize_chunks(case.seqlen_k) + 1, 4, case.head_dim),
+    }
+    results = {
+        name: raw[name].view(np.uint8 if "image" in name else np.float32).reshape(shape)
+        for name, shape in shapes.items()
+    }
+    results["k_mean"] = results["workspace"][:, :, -1, 0]
+    return results
+
+
+def model_of(case, inputs, **means):
+    return image_model.quantize(
+        *inputs, **case.flags(), dtype=quantize_data.DTYPES[case.image_dtype], **means
+    )
+
+
+@pytest.mark.parametrize("case", quantize_data.cases(), ids=str)
+def test_kernels_match_the_model(host, case):
+    inputs = quantize_data.make(case)
+    results = run_on_host(host, case, *inputs)
+    means = {name: results[name] for name in ("k_mean", "v_mean")}
+    quantize_data.check(case, results, model_of(case, inputs, **means), exact=True)
+    quantize_data.check(case, results, model_of(case, inputs), exact=False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_images_multiply_to_the_logits(host, head_dim):
+    """Read back through the layout functions, q . k is the factor times the true product."""
+    case = Case(seqlen_q=70, seqlen_k=200, head_dim=head_dim, batch=1, num_heads_kv=1, group_size=2)
+    q, k, v, factor, v_factor = quantize_data.make(case)
+    results = run_on_host(host, case, q, k, v, factor, v_factor)
+    dtype = ml_dtypes.float8_e4m3fn
+
+    def read_rows(codes):
+        rows, columns = np.meshgrid(*map(np.arange, codes.shape), indexing="ij")
+        return (
+            codes.reshape(-1)[host.row_image_offset(head_dim, rows, columns)]
+            .view(dtype)
+            .astype(float)
+        )
+
+    k_rows = (
+        read_rows(results["k_image"][0, 0]) * np.repeat(results["k_descale"][0, 0], 128)[:, None]
+    )
+    for head in range(2):
+        q_rows = read_rows(results["q_image"][0, head]) * results["q_descale"][0, head][:, None]
+        logits = (q_rows @ k_rows.T + results["q_shift"][0, head][:, None])[:70, :200]
+        exact = factor[0, 0] * q[0, :, head].astype(float) @ k[0, :, 0].astype(float).T
+        # e4m3 rounds by 2.65 % rms, twice
+        assert np.linalg.norm(logits - exact) < 0.05 * np.linalg.norm(exact)
+
+    channels, keys = np.meshgrid(np.arange(head_dim), np.arange(128), indexing="ij")
+    offsets = host.value_image_offset(channels, keys)
+    granules = [
+        image.reshape(-1)[offsets].view(dtype).astype(float) for image in results["v_image"][0, 0]
+    ]
+    value = np.concatenate(granules, axis=1)[:, :200].T * results["v_descale"][0, 0]
+    exact = v[0, :, 0].astype(float)
+    assert np.linalg.norm(value + results["v_mean"][0, 0] - exact) < 0.04 * np.linalg.norm(exact)
+
+
+def test_check_rejects_wrong_images(host):
+    """The comparison of this file can fail: swapped heads, a shifted key, a wrong scale."""
+    case = Case()
+    inputs = quantize_data.make(case)
+    results = run_on_host(host, case, *inputs)
+    model = model_of(case, inputs)
+    for name, change in (
+        ("k_image", lambda x: x[:, ::-1]),
+        ("q_image", lambda x: np.roll(x, 1, axis=2)),
+        ("v_image", lambda x: np.roll(x, 1, axis=-1)),
+        ("v_image", np.zeros_like),
+        ("q_descale", lambda x: 2 * x),
+        ("q_shift", lambda x: 1.001 * x),
+        ("v_mean", lambda x: x + 1e-2),
+    ):
+        with pytest.raises(AssertionError):
+            quantize_data.check(case, results | {name: change(results[name])}, model, exact=False)
+
+
+def test_two_batches_do_not_mix(host):
+    """A batch alone gives the same bits as the same batch beside another."""
+    case = Case(seqlen_q=129, seqlen_k=130)
+    inputs = quantize_data.make(case)
+    both = run_on_host(host, case, *inputs)
+    alone = run_on_host(host, dataclasses.replace(case, batch=1), *(x[1:] for x in inputs))
+    for name, result in alone.items():
+        np.testing.assert_array_equal(both[name][1:], result, name)
+
+
+# ---- single values -----------------------------------------------------------------------------
+
+FLOATS = np.concatenate(
+    [
+        np.ldexp(np.float32(1), np.arange(-149, 128)),
+        np.ldexp(np.nextafter(np.float32(2), np.float32(0)), np.arange(-149, 127)),
+        np.ldexp(np.float32(1.75), np.arange(-140, 127)),
+        np.random.default_rng(0).standard_normal(1000).astype(np.float32),
+    ]
+).astype(np.float32)
+
+
+def test_operand_exponent(host):
+    amax = np.abs(FLOATS)
+    exponent = host.operand_exponent(amax)
+    np.testing.assert_array_equal(exponent, image_model.operand_exponent(amax))
+    scaled = np.ldexp(amax.astype(np.float64), -exponent)
+    inside = (scaled >= 8) & (scaled < 16)
+    assert inside[amax >= 2.0**-122].all()
+    assert (scaled < 16).all()
+    assert host.operand_exponent(0.0) == 0
+    np.testing.assert_array_equal(host.power_of_two(exponent), np.ldexp(np.float32(1), exponent))
+
+
+def test_value_scale(host):
+    value_range = 0.875
+    amax = np.abs(FLOATS)
+    amax = amax[(amax > 2.0**-60) & (amax < 2.0**60)]
+    exponent = host.value_exponent(amax)
+    scaled = np.ldexp(amax.astype(np.float64), -exponent)
+    assert ((scaled > value_range / 2) & (scaled <= value_range)).all()
+    np.testing.assert_array_equal(
+        host.value_descale(amax, False, 1.0), amax / np.float32(value_range)
+    )
+    np.testing.assert_array_equal(
+        host.value_multiplier(amax, False, 1.0), np.float32(value_range) / amax
+    )
+    np.testing.assert_array_equal(
+        host.value_descale(amax, True, 3.0), 3 * np.ldexp(np.float32(1), exponent)
+    )
+    for zero in (
+        host.value_descale(0.0, False, 1.0),
+        host.value_multiplier(0.0, False, 1.0),
+    ):
+        assert zero == 1
+    tiny = host.value_multiplier(np.float32(1e-44), False, 1.0)
+    assert np.isfinite(tiny)
+
+
+@pytest.mark.parametrize(("e5m2", "name"), [(False, "e4m3"), (True, "e5m2")])
+def test_codes_of_every_16_bit_value_and_back(host, e5m2, name):
+    dtype = quantize_data.DTYPES[name]
+    bits = np.arange(2**16, dtype=np.uint16)
+    for is_bf16, wide in ((True, ml_dtypes.bfloat16), (False, np.float16)):
+        with np.errstate(invalid="ignore"):
+            values = bits.view(wide).astype(np.float32)
+        np.testing.assert_array_equal(
+            host.pair_value(bits.astype(np.uint32), False, is_bf16), values
+        )
+        np.testing.assert_array_equal(
+            host.pair_value(bits.astype(np.uint32) << 16, True, is_bf16), values
+        )
+        np.testing.assert_array_equal(
+            host.pair_has_nonfinite(bits.astype(np.uint32), is_bf16), ~np.isfinite(values)
+        )
+        np.testing.assert_array_equal(
+            host.pair_has_nonfinite(bits.astype(np.uint32) << 16, is_bf16), ~np.isfinite(values)
+        )
+        codes = host.cast_code(values, e5m2)
+        expected = image_model.canonical(image_model.cast(values, dtype))
+        np.testing.assert_array_equal(image_model.canonical(codes), expected)
+    codes = np.arange(256, dtype=np.uint32)
+    np.testing.assert_array_equal(
+        host.widen_code(codes, e5m2), codes.astype(np.uint8).view(dtype).astype(np.float32)
+    )
+
+
+def test_signs(host):
+    columns = np.arange(256)
+    expected = image_model.signs(256)
+    np.testing.assert_array_equal(host.is_negated(columns), expected < 0)
+    even = columns[::2]
+    masks = (expected[::2] < 0) * 0x8000 + (expected[1::2] < 0) * 0x80000000
+    np.testing.assert_array_equal(host.pair_sign_mask(even), masks.astype(np.uint32))
+
+
+def test_rotated_positions(host):
+    for head_dim in (64, 128):
+        positions = host.rotated_position(head_dim, np.arange(head_dim))
+        order = image_model.rotated_order(head_dim)
+        np.testing.assert_array_equal(order[positions], np.arange(head_dim))
+
+
+def test_rotation_keeps_products():
+    rng = np.random.default_rng(0)
+    q, k = rng.integers(-8, 9, (2, 5, 128)).astype(np.float32)
+    np.testing.assert_array_equal(image_model.rotate(q) @ image_model.rotate(k).T, 128 * (q @ k.T))
+
+
+# ---- launch ------------------------------------------------------------------------------------
+
+
+def grid(
+    host,
+    batch=2,
+    seqlen_q=100,
+    seqlen_k=1000,
+    heads_q=6,
+    heads_kv=2,
+    head_dim=128,
+    hadamard=True,
+    f8=False,
+):
+    return host.quantize_grid(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, hadamard, f8)
+
+
+def test_grid(host):
+    assert grid(host) == (8, 16, 64, 32, 12)
+    assert grid(host, batch=70_000)[4] == 420_000
+    assert grid(host, seqlen_k=2**20)[:3] == (4 * 2048, 16, 1024)
+    assert host.quantize_workspace_floats(2, 3, 513, 128) == 2 * 3 * 3 * 4 * 128
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch": 0},
+        {"seqlen_q": 0},
+        {"seqlen_k": 0},
+        {"heads_q": 5},
+        {"heads_kv": 0},
+        {"head_dim": 96},
+        {"hadamard": True, "f8": True},
+        {"batch": 2**30, "heads_q": 2},
+        {"batch": 2**31 - 1, "heads_q": 2**31 - 2, "seqlen_q": 2**31 - 1},
+        {"batch": 2**20, "seqlen_k": 2**31 - 1},
+    ],
+    ids=str,
+)
+def test_launch_refuses(host, change):
+    assert grid(host, **change) is None

@@ -1,0 +1,53 @@
+"""Masks and tile order of the forward, against brute force."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("diagonal", [-200, -3, 0, 5, 300])
+@pytest.mark.parametrize("seqlen_k", [1, 129, 300])
+def test_mask_against_brute_force(host, is_causal, diagonal, seqlen_k):
+    block_kv = 128
+    rows = np.arange(260)
+    sees = np.ones((260, seqlen_k), bool)
+    if is_causal:
+        sees = np.arange(seqlen_k)[None, :] <= rows[:, None] + diagonal
+    np.testing.assert_array_equal(host.visible(seqlen_k, is_causal, diagonal, rows), sees.sum(1))
+    for first, last in ((0, 63), (64, 127), (128, 255), (200, 259)):
+        blocks = host.num_blocks(seqlen_k, is_causal, diagonal, last, block_kv)
+        seen = sees[first : last + 1]
+        assert not seen[:, int(blocks) * block_kv :].any()
+        if blocks > 0:
+            assert seen[:, (int(blocks) - 1) * block_kv :].any()
+        for block in range(int(blocks)):
+            part = seen[:, block * block_kv : (block + 1) * block_kv]
+            full = part.shape[1] == block_kv and part.all()
+            assert host.needs_mask(seqlen_k, is_causal, diagonal, first, block, block_kv) == (
+                not full
+            )
+
+
+def test_mask_does_not_wrap(host):
+    assert host.visible(2**31 - 1, True, 2**31 - 2, 2**31 - 2) == 2**31 - 1
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize(
+    ("q_blocks", "heads", "batch", "section"), [(3, 4, 2, 3), (5, 2, 3, 6), (1, 7, 1, 2)]
+)
+def test_tile_order_is_a_bijection(host, q_blocks, heads, batch, section, longest_first):
+    args = (q_blocks, heads, batch, section, longest_first)
+    tiles = [host.tile(*args, index) for index in range(host.num_tiles(*args))]
+    everything = itertools.product(range(q_blocks), range(heads), range(batch))
+    assert sorted(tiles) == sorted(everything)
+    ranks = [tile[0] for tile in tiles[: min(section, heads * batch)]]
+    assert set(ranks) == {q_blocks - 1 if longest_first else 0}
+
+
+def test_section_heads(host):
+    assert host.section_heads(64, 4, 2**20, 32 * 2**20) == 64
+    assert host.section_heads(512, 4, 2**20, 32 * 2**20) == 128
+    assert host.section_heads(512, 4, 2**30, 32 * 2**20) == 4

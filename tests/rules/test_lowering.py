@@ -1,0 +1,240 @@
+"""What a program lowered for CUDA holds: custom calls, operands and attributes. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rules.support import attend, calls, cuda_text, executions, inputs, loss_of
+
+import jax_fa3
+from jax_fa3 import Quantization
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+FP8_CALLS = ["jax_fa3_quantize", "jax_fa3_fwd_fp8"]
+
+
+def line_of(text: str, target: str) -> str:
+    (line,) = (x for x in text.splitlines() if f"custom_call @{target}(" in x)
+    return line
+
+
+def attributes(text: str, target: str) -> dict[str, str]:
+    (body,) = re.findall(r"mhlo\.backend_config = \{([^}]*)\}", line_of(text, target))
+    return dict(entry.strip().split(" = ", 1) for entry in body.split(", "))
+
+
+def types(text: str, target: str) -> tuple[list[str], list[str]]:
+    signature = line_of(text, target).rsplit(" : (", 1)[1]
+    operands, results = signature.split(") -> ")
+    return re.findall(r"tensor<([^>]*)>", operands), re.findall(r"tensor<([^>]*)>", results)
+
+
+def test_fp8_calls_operands_and_attributes() -> None:
+    args = inputs(seqlen_q=70, seqlen_k=700)
+    text = cuda_text(attend(is_causal=True), *args)
+    assert calls(text) == FP8_CALLS
+    operands, results = types(text, "jax_fa3_quantize")
+    assert operands == [
+        "2x70x6x64xbf16",
+        "2x700x3x64xbf16",
+        "2x700x3x64xbf16",
+        "2x3xf32",
+        "2x3xf32",
+    ]
+    assert results == [
+        "2x6x128x64xf8E4M3FN",
+        "2x6x128xf32",
+        "2x6x128xf32",
+        "2x3x768x64xf8E4M3FN",
+        "2x3x6xf32",
+        "2x3x6x64x128xf8E4M3FN",
+        "2x3x64xf32",
+        "2x3x64xf32",
+        "2x3x3x4x64xf32",
+    ]
+    assert attributes(text, "jax_fa3_quantize") == {
+        "hadamard": "true",
+        "smooth_key": "true",
+        "center_value": "true",
+    }
+    operands, fwd_results = types(text, "jax_fa3_fwd_fp8")
+    assert operands == results[:8]
+    assert fwd_results == ["2x70x6x64xbf16", "2x6x70xf32"]
+    assert attributes(text, "jax_fa3_fwd_fp8") == {
+        "seqlen_k": "700 : i64",
+        "is_causal": "true",
+        "bottom_right": "true",
+        "linear_exp": "false",
+    }
+
+
+@pytest.mark.parametrize(
+    ("quantization", "target", "name", "value"),
+    [
+        (Quantization.fast(), "jax_fa3_fwd_fp8", "linear_exp", "true"),
+        (Quantization(hadamard=False), "jax_fa3_quantize", "hadamard", "false"),
+        (Quantization(smooth_key=False), "jax_fa3_quantize", "smooth_key", "false"),
+        (Quantization(center_value=False), "jax_fa3_quantize", "center_value", "false"),
+    ],
+)
+def test_quantization_reaches_the_attributes(
+    quantization: Quantization, target: str, name: str, value: str
+) -> None:
+    text = cuda_text(attend(quantization=quantization), *inputs())
+    assert attributes(text, target)[name] == value
+
+
+def test_e5m2_images() -> None:
+    text = cuda_text(attend(quantization=Quantization(dtype="e5m2")), *inputs())
+    images = [t for t in types(text, "jax_fa3_quantize")[1] if "f8" in t]
+    assert len(images) == 3
+    assert all(t.endswith("f8E5M2") for t in images)
+
+
+def test_float8_inputs_skip_what_needs_wide_inputs() -> None:
+    query, key, value = inputs()
+    cache = key.astype(jnp.float8_e4m3fn), value.astype(jnp.float8_e5m2)
+    fn = attend(key_descale=2.0, value_descale=3.0)
+    text = cuda_text(fn, query, *cache)
+    assert types(text, "jax_fa3_quantize")[0][:3] == [
+        "2x5x6x64xbf16",
+        "2x7x3x64xf8E4M3FN",
+        "2x7x3x64xf8E5M2",
+    ]
+    assert set(attributes(text, "jax_fa3_quantize").values()) == {"false"}
+    out, _ = jax.eval_shape(
+        attend(query_descale=1.0, key_descale=2.0, value_descale=3.0),
+        query.astype(jnp.float8_e4m3fn),
+        *cache,
+    )
+    assert out.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_native_call(dtype: Any) -> None:
+    short = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
+    fn = attend(precision="native", is_causal=True, causal_alignment="top_left", softmax_scale=0.1)
+    text = cuda_text(fn, *inputs(dtype=dtype))
+    assert calls(text) == ["jax_fa3_fwd"]
+    operands, results = types(text, "jax_fa3_fwd")
+    assert operands == [f"2x5x6x64x{short}", *[f"2x7x3x64x{short}"] * 2, "f32"]
+    assert results == [f"2x5x6x64x{short}", "2x6x5xf32"]
+    assert attributes(text, "jax_fa3_fwd") == {"is_causal": "true", "bottom_right": "false"}
+
+
+def test_x64_mode_does_not_widen_operands() -> None:
+    args = inputs()
+    with jax.enable_x64(True):
+        text = cuda_text(attend(softmax_scale=0.25), *args)
+    assert "f64" not in line_of(text, "jax_fa3_quantize")
+    assert attributes(text, "jax_fa3_fwd_fp8")["seqlen_k"] == "7 : i64"
+
+
+def test_cuda_only_has_no_other_branch() -> None:
+    # Lowered for the CPU the call stays, so that nothing falls back in silence.
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs()]
+    lowered = jax.jit(attend("cuda")).lower(*structs)
+    assert calls(lowered.as_text()) == FP8_CALLS
+    assert calls(jax.jit(attend()).lower(*structs).as_text()) == []
+
+
+def test_implementation_xla_holds_no_call() -> None:
+    assert calls(cuda_text(attend("xla"), *inputs())) == []
+
+
+@pytest.mark.parametrize("options", [{"window_size": (3, 0)}, {"logits_soft_cap": 5.0}])
+def test_unserved_requests_take_the_xla_path(options: dict[str, Any]) -> None:
+    assert calls(cuda_text(attend(**options), *inputs())) == []
+
+
+@pytest.mark.parametrize("size", [{"lead": (0,)}, {"seqlen_q": 0}, {"seqlen_k": 0}])
+def test_empty_sizes_reach_no_target(size: dict[str, Any]) -> None:
+    for implementation in (None, "cuda"):
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(**size)]
+        assert calls(cuda_text(attend(implementation), *structs)) == []
+
+
+def test_vmap_of_query_alone_does_not_repeat_key_and_value() -> None:
+    query = inputs(lead=(5, 2))[0]
+    _, key, value = inputs()
+    fn = jax.vmap(attend(precision="native"), (0, None, None))
+    text = cuda_text(fn, query, key, value)
+    operands, _ = types(text, "jax_fa3_fwd")
+    assert operands[:3] == ["2x5x30x64xbf16", "2x7x3x64xbf16", "2x7x3x64xbf16"]
+
+
+def test_vmap_folds_into_one_call() -> None:
+    args = inputs(lead=(5, 2))
+    text = cuda_text(jax.vmap(attend(precision="native")), *args)
+    assert types(text, "jax_fa3_fwd")[0][:2] == ["10x5x6x64xbf16", "10x7x3x64xbf16"]
+
+
+class TestRematPolicies:
+    """How often the forward kernel runs in a training step."""
+
+    def count(self, wrap: Any) -> int:
+        query, key, value = inputs(seqlen_q=7)
+
+        def layer(x: Any, weight: Any) -> Any:
+            out, _ = attend(precision="native")(x, key, value)
+            return out * weight  # its gradient needs out
+
+        def loss(x: Any, weight: Any) -> Any:
+            return jnp.sum(wrap(layer)(x, weight).astype(jnp.float32))
+
+        weight = jnp.ones((), jnp.bfloat16)
+        return executions(cuda_text(jax.value_and_grad(loss, (0, 1)), query, weight), "jax_fa3_fwd")
+
+    def test_without_remat_once(self) -> None:
+        assert self.count(lambda layer: layer) == 1
+
+    def test_plain_remat_twice(self) -> None:
+        assert self.count(jax.checkpoint) == 2
+
+    def test_named_policy_once(self) -> None:
+        policy = jax_fa3.checkpoint_policy()
+        assert self.count(lambda layer: jax.checkpoint(layer, policy=policy)) == 1
+        names = jax.checkpoint_policies.save_only_these_names("jax_fa3_out", "jax_fa3_logsumexp")
+        assert self.count(lambda layer: jax.checkpoint(layer, policy=names)) == 1
+
+
+class TestExport:
+    def exported(self, fn: Any, *structs: Any) -> Any:
+        return jax.export.export(
+            jax.jit(fn),
+            platforms=("cuda",),
+            disabled_checks=jax_fa3.export_disabled_checks(),
+        )(*structs)
+
+    def test_export_for_cuda_and_serialise(self) -> None:
+        pytest.importorskip("flatbuffers", reason="needs flatbuffers to serialise an export")
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs()]
+        exported = self.exported(attend(precision="native"), *structs)
+        again = jax.export.deserialize(exported.serialize(vjp_order=1))
+        assert again.platforms == ("cuda",)
+        assert calls(again.mlir_module()) == ["jax_fa3_fwd"]
+        assert again.has_vjp()
+
+    def test_symbolic_batch(self) -> None:
+        (batch,) = jax.export.symbolic_shape("batch")
+        structs = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in inputs()]
+        assert calls(self.exported(attend(), *structs).mlir_module()) == FP8_CALLS
+
+    def test_without_the_list_jax_refuses(self) -> None:
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs()]
+        with pytest.raises(ValueError, match="jax_fa3_quantize"):
+            jax.export.export(jax.jit(attend()), platforms=("cuda",))(*structs)
+
+
+def test_gradient_holds_the_forward_kernel_once_and_saves_by_name() -> None:
+    args = inputs()
+    text = cuda_text(jax.value_and_grad(loss_of(attend()), (0, 1, 2)), *args)
+    assert calls(text) == FP8_CALLS
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss_of(attend())))(*args))
+    assert "name=jax_fa3_out" in jaxpr
+    assert "name=jax_fa3_logsumexp" in jaxpr

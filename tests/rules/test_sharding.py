@@ -1,0 +1,361 @@
+"""Batch and heads are sharded without a collective; seqlen and head_dim are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rules.support import assert_close, attend, collectives, inputs, loss_of
+
+pytestmark = [
+    pytest.mark.usefixtures("extension"),
+    pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs eight CPU devices"),
+]
+
+SIZES: dict[str, Any] = {"lead": (4,), "heads_q": 8, "heads_kv": 4}
+NATIVE = attend(precision="native", is_causal=True)
+PLAIN = attend("xla", precision="native", is_causal=True)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    devices = np.array(jax.devices("cpu")[:8]).reshape(2, 4)
+    return Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture(params=[True, False], ids=["shardy", "gspmd"])
+def partitioner(request: pytest.FixtureRequest) -> Iterator[bool]:
+    name = "jax_use_shardy_partitioner"
+    before = getattr(jax.config, name)
+    jax.config.update(name, request.param)
+    yield request.param
+    jax.config.update(name, before)
+
+
+def put(mesh: Mesh, arrays: Any, *specs: Any) -> list[jax.Array]:
+    return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+
+
+def spec_of(x: jax.Array) -> tuple[Any, ...]:
+    spec = tuple(x.sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+FREE = [
+    P("dp", None, "tp"),
+    P("dp"),
+    P(None, None, "tp"),
+    P("tp", None, "dp"),
+]
+
+
+@pytest.mark.parametrize("spec", FREE, ids=str)
+@pytest.mark.usefixtures("partitioner")
+def test_batch_and_heads_need_no_collective(mesh: Mesh, spec: Any) -> None:
+    args = inputs(**SIZES)
+    sharded = put(mesh, args, spec, spec, spec)
+    assert collectives(NATIVE, *sharded) == []
+    out, logsumexp = jax.jit(NATIVE)(*sharded)
+    assert_close((out, logsumexp), PLAIN(*args), 1e-2)
+    wanted = tuple(spec) + (None,) * (4 - len(spec))
+    assert spec_of(out) == wanted
+    assert spec_of(logsumexp) == (wanted[0], wanted[2], None)
+
+
+@pytest.mark.parametrize("spec", FREE[:2], ids=str)
+@pytest.mark.usefixtures("partitioner")
+def test_gradient_needs_no_collective(mesh: Mesh, spec: Any) -> None:
+    args = inputs(**SIZES)
+    sharded = put(mesh, args, spec, spec, spec)
+
+    def pull(query: Any, key: Any, value: Any, dout: Any) -> Any:
+        (_, logsumexp), back = jax.vjp(NATIVE, query, key, value)
+        return back((dout, jnp.zeros_like(logsumexp)))
+
+    dout = jax.device_put(jnp.cos(args[0]), NamedSharding(mesh, spec))
+    assert collectives(pull, *sharded, dout) == []
+    _, back = jax.vjp(PLAIN, *args)
+    lse_zeros = jnp.zeros((4, 8, 5), jnp.float32)
+    grads = jax.jit(pull)(*sharded, dout)
+    assert_close(grads, back((jnp.cos(args[0]), lse_zeros)))
+    wanted = tuple(spec) + (None,) * (4 - len(spec))
+    assert [spec_of(g) for g in grads] == [wanted] * 3
+
+
+def test_fp8_needs_no_collective(mesh: Mesh) -> None:
+    args = inputs(**SIZES)
+    sharded = put(mesh, args, *[P("dp", None, "tp")] * 3)
+    assert collectives(attend(), *sharded) == []
+    assert_close(jax.jit(attend())(*sharded), attend("xla")(*args), 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv"),
+    [(8, 2), (8, 1), (24, 6), (8, 4)],
+    ids=["two", "mqa", "straddling", "four"],
+)
+def test_fewer_kv_heads_than_shards(mesh: Mesh, heads_q: int, heads_kv: int) -> None:
+    args = inputs(lead=(2,), heads_q=heads_q, heads_kv=heads_kv)
+    split = P(None, None, ("dp", "tp"))
+    sharded = put(mesh, args, split, P(), P())
+    assert collectives(NATIVE, *sharded) == []
+    got = jax.jit(NATIVE)(*sharded)
+    assert_close(got, PLAIN(*args), 1e-2)
+    assert spec_of(got[0]) == (None, None, ("dp", "tp"), None)
+    # Each device holds part of the gradient of a shared KV head: what remains is to add those up.
+    grad = jax.grad(loss_of(NATIVE), (0, 1, 2))
+    assert_close(jax.jit(grad)(*sharded), jax.grad(loss_of(PLAIN), (0, 1, 2))(*args))
+    assert set(collectives(grad, *sharded)) <= {"all-reduce", "all-gather"}
+
+
+def test_replicated_key_and_value_get_the_whole_gradient(mesh: Mesh) -> None:
+    args = inputs(**SIZES)
+    sharded = put(mesh, args, P("dp", None, "tp"), P(), P())
+    grad = jax.grad(loss_of(NATIVE), (0, 1, 2))
+    want = jax.grad(loss_of(PLAIN), (0, 1, 2))(*args)
+    assert_close(jax.jit(grad)(*sharded), want)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (P("dp"), P(None, None, "tp"), P()),
+        (P(), P("dp"), P("dp")),
+        (P("dp", None, "tp"), P("tp"), P("dp")),
+        (P(None, None, "tp"), P("dp", None, "tp"), P(None, None, "dp")),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("partitioner")
+def test_differing_shardings_give_right_values(mesh: Mesh, specs: Any) -> None:
+    args = inputs(**SIZES)
+    sharded = put(mesh, args, *specs)
+    assert_close(jax.jit(NATIVE)(*sharded), PLAIN(*args), 1e-2)
+    grad = jax.jit(jax.grad(loss_of(NATIVE), (0, 1, 2)))
+    assert_close(grad(*sharded), jax.grad(loss_of(PLAIN), (0, 1, 2))(*args))
+
+
+def test_traced_scale_gradient_is_summed_over_shards(mesh: Mesh) -> None:
+    args = inputs(**SIZES)
+    sharded = put(mesh, args, *[P("dp", None, "tp")] * 3)
+
+    def loss(implementation: str | None) -> Any:
+        def fn(scale: Any, *arrays: Any) -> Any:
+            return loss_of(attend(implementation, precision="native", softmax_scale=scale))(*arrays)
+
+        return jax.jit(jax.grad(fn))
+
+    scale = jnp.float32(0.2)
+    assert_close(loss(None)(scale, *sharded), loss("xla")(scale, *args))
+
+
+class TestSequence:
+    @pytest.mark.parametrize("argument", [0, 1, 2])
+    def test_concrete_arrays_are_refused(self, mesh: Mesh, argument: int) -> None:
+        args = inputs(**SIZES, seqlen_q=8, seqlen_k=8)
+        specs = [P("dp", "tp") if i == argument else P("dp") for i in range(3)]
+        sharded = put(mesh, args, *specs)
+        name = ("query", "key", "value")[argument]
+        with pytest.raises(ValueError, match=rf"seqlen axis of {name} must not be sharded.*'tp'"):
+            NATIVE(*sharded)
+
+    @pytest.mark.parametrize("argument", [0, 1, 2])
+    @pytest.mark.usefixtures("partitioner")
+    def test_under_jit_is_refused_while_compiling(self, mesh: Mesh, argument: int) -> None:
+        args = inputs(**SIZES, seqlen_q=8, seqlen_k=8)
+        specs = [P("dp", "tp") if i == argument else P("dp") for i in range(3)]
+        sharded = put(mesh, args, *specs)
+        name = ("query", "key", "value")[argument]
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"seqlen axis of {name} must not be"):
+            jax.jit(NATIVE)(*sharded)
+
+    def test_head_dim_is_refused(self, mesh: Mesh) -> None:
+        args = inputs(**SIZES)
+        sharded = put(mesh, args, P(None, None, None, "tp"), P(), P())
+        with pytest.raises(ValueError, match="head_dim axis of query must not be sharded"):
+            NATIVE(*sharded)
+
+    def test_a_result_sharded_on_seqlen_later_is_served(self, mesh: Mesh) -> None:
+        args = inputs(**SIZES, seqlen_q=8)
+        sharded = put(mesh, args, *[P("dp")] * 3)
+        later = NamedSharding(mesh, P("dp", "tp"))
+
+        def fn(*arrays: Any) -> Any:
+            return jax.lax.with_sharding_constraint(NATIVE(*(x * 1 for x in arrays))[0], later)
+
+        assert_close(jax.jit(fn)(*sharded), PLAIN(*args)[0], 1e-2)
+        grad = jax.jit(jax.grad(lambda *a: jnp.sum(fn(*a).astype(jnp.float32))))
+        want = jax.grad(lambda *a: jnp.sum(PLAIN(*a)[0].astype(jnp.float32)))(*args)
+        assert_close(grad(*sharded), want)
+
+
+class TestVmap:
+    @pytest.mark.parametrize(
+        "spec", [P("dp", None, None, "tp"), P(None, "dp", None, "tp"), P("tp", "dp")], ids=str
+    )
+    def test_over_and_inside_a_sharded_axis(self, mesh: Mesh, spec: Any) -> None:
+        args = inputs(lead=(4, 2), heads_q=8, heads_kv=4)
+        sharded = put(mesh, args, spec, spec, spec)
+        fn = jax.vmap(NATIVE)
+        assert collectives(fn, *sharded) == []
+        assert_close(jax.jit(fn)(*sharded), jax.vmap(PLAIN)(*args), 1e-2)
+
+    def test_query_alone_over_a_sharded_axis(self, mesh: Mesh) -> None:
+        query = inputs(lead=(2, 2), heads_q=8, heads_kv=4)[0]
+        _, key, value = inputs(heads_q=8, heads_kv=4)
+        heads = P(None, None, "tp")
+        sharded = put(mesh, (query, key, value), P("dp", None, None, "tp"), heads, heads)
+        fn = jax.vmap(NATIVE, (0, None, None))
+        assert collectives(fn, *sharded) == []
+        want = jax.vmap(PLAIN, (0, None, None))(query, key, value)
+        assert_close(jax.jit(fn)(*sharded), want, 1e-2)
+        grad = jax.jit(jax.grad(loss_of(fn), (0, 1, 2)))
+        plain = jax.grad(loss_of(jax.vmap(PLAIN, (0, None, None))), (0, 1, 2))
+        assert_close(grad(*sharded), plain(query, key, value), 3e-2)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+class TestManual:
+    def options(self, implementation: str | None) -> Any:
+        return attend(implementation, precision="native", is_causal=True)
+
+    def test_shard_map_with_checks(self, mesh: Mesh, implementation: str | None) -> None:
+        args = inputs(**SIZES)
+        spec = P("dp", None, "tp")
+        fn = jax.shard_map(
+            self.options(implementation),
+            mesh=mesh,
+            in_specs=(spec,) * 3,
+            out_specs=(spec, P("dp", "tp")),
+        )
+        assert_close(jax.jit(fn)(*args), PLAIN(*args), 1e-2)
+        grad = jax.jit(jax.grad(loss_of(fn), (0, 1, 2)))(*args)
+        assert_close(grad, jax.grad(loss_of(PLAIN), (0, 1, 2))(*args))
+
+    def test_replicated_key_and_value(self, mesh: Mesh, implementation: str | None) -> None:
+        query = inputs(lead=(4,))[0]
+        _, key, value = inputs(lead=(1,), seed=4)
+
+        def loop(query: Any, key: Any, value: Any) -> Any:
+            parts = [PLAIN(query[i : i + 1], key, value) for i in range(4)]
+            return tuple(jnp.concatenate(p) for p in zip(*parts, strict=True))
+
+        def sharded(query: Any, key: Any, value: Any) -> Any:
+            return jax.shard_map(
+                self.options(implementation),
+                mesh=mesh,
+                in_specs=(P("tp"), P(), P()),
+                out_specs=(P("tp"), P("tp")),
+            )(query, key, value)
+
+        got = jax.jit(sharded)(query, key, value)
+        assert_close(got, loop(query, key, value), 1e-2)
+        grad = jax.jit(jax.grad(loss_of(sharded), (0, 1, 2)))(query, key, value)
+        assert_close(grad, jax.grad(loss_of(loop), (0, 1, 2))(query, key, value))
+
+    def test_grad_inside(self, mesh: Mesh, implementation: str | None) -> None:
+        args = inputs(lead=(4,))
+        grad = jax.grad(loss_of(self.options(implementation)), (0, 1, 2))
+        fn = jax.shard_map(grad, mesh=mesh, in_specs=(P("tp"),) * 3, out_specs=(P("tp"),) * 3)
+        want = [
+            jax.grad(loss_of(PLAIN), (0, 1, 2))(*(x[i : i + 1] for x in args)) for i in range(4)
+        ]
+        stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *want)
+        assert_close(jax.jit(fn)(*args), stacked)
+
+    def test_some_axes_manual(self, mesh: Mesh, implementation: str | None) -> None:
+        args = inputs(**SIZES)
+        fn = jax.shard_map(
+            self.options(implementation),
+            mesh=mesh,
+            in_specs=(P("dp"),) * 3,
+            out_specs=(P("dp"), P("dp")),
+            axis_names={"dp"},
+        )
+        assert_close(jax.jit(fn)(*args), PLAIN(*args), 1e-2)
+
+    def test_vmap_of_shard_map(self, mesh: Mesh, implementation: str | None) -> None:
+        args = inputs(lead=(3, 4))
+        fn = jax.shard_map(
+            self.options(implementation),
+            mesh=mesh,
+            in_specs=(P("tp"),) * 3,
+            out_specs=(P("tp"), P("tp")),
+        )
+        assert_close(jax.jit(jax.vmap(fn))(*args), jax.vmap(PLAIN)(*args), 1e-2)
+
+
+@pytest.fixture(scope="module")
+def explicit() -> Mesh:
+    devices = np.array(jax.devices("cpu")[:8]).reshape(2, 4)
+    return Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+class TestExplicitMesh:
+    @pytest.mark.parametrize(
+        ("heads_kv", "kv_spec"), [(4, P("dp", None, "tp")), (2, P("dp")), (4, P())], ids=str
+    )
+    def test_values_types_and_gradient(
+        self, explicit: Mesh, implementation: str | None, heads_kv: int, kv_spec: Any
+    ) -> None:
+        args = inputs(lead=(4,), heads_q=8, heads_kv=heads_kv)
+        fn = attend(implementation, precision="native", is_causal=True)
+
+        def pull(fn: Any, dout: Any, *arrays: Any) -> Any:
+            return jax.vjp(lambda *a: fn(*a)[0], *arrays)[1](dout)
+
+        dout = jnp.cos(args[0])
+        want, want_grads = PLAIN(*args), pull(PLAIN, dout, *args)
+        with jax.set_mesh(explicit):
+            sharded = put(explicit, args, P("dp", None, "tp"), kv_spec, kv_spec)
+            (sharded_dout,) = put(explicit, [dout], P("dp", None, "tp"))
+            got = jax.jit(fn)(*sharded)
+            grads = jax.jit(lambda *a: pull(fn, *a))(sharded_dout, *sharded)
+        assert_close(got, want, 1e-2)
+        assert spec_of(got[0]) == ("dp", None, "tp", None)
+        assert spec_of(got[1]) == ("dp", "tp", None)
+        assert_close(grads, want_grads)
+        assert [spec_of(g) for g in grads] == [spec_of(x) for x in sharded]
+
+    def test_without_a_mesh_in_scope(self, explicit: Mesh, implementation: str | None) -> None:
+        args = inputs(**SIZES)
+        fn = attend(implementation, precision="native", is_causal=True)
+        sharded = put(explicit, args, *[P("dp", None, "tp")] * 3)
+        assert_close(jax.jit(fn)(*sharded), PLAIN(*args), 1e-2)
+        assert_close(fn(*sharded), PLAIN(*args), 1e-2)
+
+    def test_no_collective(self, explicit: Mesh, implementation: str | None) -> None:
+        with jax.set_mesh(explicit):
+            sharded = put(explicit, inputs(**SIZES), *[P("dp", None, "tp")] * 3)
+            assert collectives(attend(implementation, precision="native"), *sharded) == []
+
+    def test_replicated_inputs(self, explicit: Mesh, implementation: str | None) -> None:
+        args = inputs()
+        want = attend("xla", precision="native")(*args)
+        with jax.set_mesh(explicit):
+            got = jax.jit(attend(implementation, precision="native"))(
+                *put(explicit, args, P(), P(), P())
+            )
+        assert_close(got, want, 1e-2)
+
+    def test_seqlen_is_refused(self, explicit: Mesh, implementation: str | None) -> None:
+        with jax.set_mesh(explicit):
+            args = put(explicit, inputs(**SIZES, seqlen_q=8), P("dp", "tp"), P("dp"), P("dp"))
+            with pytest.raises(ValueError, match="seqlen axis of query must not be sharded"):
+                jax.jit(attend(implementation))(*args)
+
+    def test_leading_axes_and_vmap(self, explicit: Mesh, implementation: str | None) -> None:
+        args = inputs(lead=(2, 4))
+        fn = attend(implementation, precision="native")
+        want = fn(*args)
+        with jax.set_mesh(explicit):
+            sharded = put(explicit, args, *[P(None, "tp")] * 3)
+            assert_close(jax.jit(jax.vmap(fn))(*sharded), want, 1e-2)
+            assert_close(jax.jit(fn)(*sharded), want, 1e-2)
