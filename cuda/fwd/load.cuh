@@ -85,13 +85,13 @@ template <class Config>
 __device__ __forceinline__ void load_loop(const typename FwdTraits<Config>::Params& p,
                                           const FwdSmem<Config>& smem) {
   using Traits = FwdTraits<Config>;
-  RingPosition<Traits::kNumStages> k_write(1), v_write(1);
+  RingPosition<Traits::kNumStages> k_write(1), v_write(1);  // the same for a block; v lags by one
   uint32_t q_parity = 1;
   for (int index = blockIdx.x; index < p.order.num_tiles(); index += gridDim.x) {
     const Loader<Config> load{p, smem, p.order.tile(index)};
     const int blocks = tile_blocks<Config>(p, load.tile);
     if (blocks == 0) continue;
-    ptx::mbarrier_wait_idle(smem.q_empty(), q_parity);
+    ptx::mbarrier_wait(smem.q_empty(), q_parity);
     q_parity ^= 1;
     load.query();
     const auto load_values = [&](int block) {

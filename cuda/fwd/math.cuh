@@ -16,8 +16,7 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
   using Traits = FwdTraits<Config>;
   using Product = Products<Config>;
   constexpr bool kIsFp8 = Traits::kIsFp8;
-  // Two buffers let P be packed while the previous P is still being read; three 16-bit warpgroups lack the registers.
-  constexpr bool kTwoProbBuffers = kIsFp8 || Traits::kMathWarpgroups == 2;
+  constexpr bool kTwoProbBuffers = Config::kTwoProbBuffers;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
 
   typename Product::AccS acc_s[Product::kScores];
@@ -63,21 +62,18 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
     const int warp_row = warpgroup_row + warp * 16;
     const int row = warp_row + lane / 4;  // this lane's rows: row and row + 8
     const KeyRange keys = p.key_range();
-    const int64_t q_head = static_cast<int64_t>(tile.batch) * p.num_heads_q + tile.head;
-    const int64_t kv_head = static_cast<int64_t>(tile.batch) * p.num_heads_kv +
-                            tile.head / (p.num_heads_q / p.num_heads_kv);
-
-    // Per-row constants. Rows past the image (a warpgroup without a slab) read nothing: scale 0 keeps what they compute small.
-    float q_shift[2] = {0.0f, 0.0f};
-    const float* k_descale = nullptr;
+    const int q_head = tile.batch * p.num_heads_q + tile.head;  // of all batches
+    const int kv_head = tile.batch * p.num_heads_kv + tile.head / (p.num_heads_q / p.num_heads_kv);
+    // Per-row factor of the quantiser. A warpgroup past the image has no rows; what it computes is not stored, and scale 0
+    // keeps it small.
+    const auto row_factor = [&](const float* factors, int r) {
+      const int rows = static_cast<int>(round_up(p.seqlen_q, kSlab));
+      return warpgroup_row < rows
+                 ? __ldg(factors + static_cast<int64_t>(q_head) * rows + row + 8 * r)
+                 : 0.0f;
+    };
     if constexpr (kIsFp8) {
-      const int64_t rows = round_up(p.seqlen_q, kSlab);
-      const bool has_slab = warpgroup_row < rows;
-      const int64_t at = q_head * rows + row;
-      softmax.start_tile(has_slab ? __ldg(p.q_descale + at) : 0.0f,
-                         has_slab ? __ldg(p.q_descale + at + 8) : 0.0f);
-      if (has_slab) q_shift[0] = __ldg(p.q_shift + at), q_shift[1] = __ldg(p.q_shift + at + 8);
-      k_descale = p.k_descale + kv_head * (round_up(p.seqlen_k, kGranule) / kGranule);
+      softmax.start_tile(row_factor(p.q_descale, 0), row_factor(p.q_descale, 1));
     } else {
       softmax.start_tile(__ldg(p.softmax_scale) * 1.4426950408889634f);
     }
@@ -89,7 +85,11 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
       // Lane i holds k_descale of the block i steps ahead of the last load, 32 at a time.
       float descales = 1.0f;
       const auto load_descales = [&](int block) {
-        if constexpr (kIsFp8) descales = __ldg(k_descale + max(block - lane, 0));
+        if constexpr (kIsFp8) {
+          const int granules = static_cast<int>(round_up(p.seqlen_k, kGranule) / kGranule);
+          descales =
+              __ldg(p.k_descale + static_cast<int64_t>(kv_head) * granules + max(block - lane, 0));
+        }
       };
       const auto descale = [&](int block) {
         return __shfl_sync(0xFFFFFFFFu, descales, (blocks - 1 - block) & 31);
@@ -164,8 +164,8 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
       ptx::pin(acc_s);
       release(smem.k_empty(k_read.stage));
       k_read.advance();
-      peek();
       softmax_step(frag_p[0], blocks - 1, first_descale);
+      peek();
       if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
 
       const auto step = [&](const uint32_t (&p_in)[Product::kProbs],
@@ -188,8 +188,13 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
         ptx::pin(acc_s);
         release(smem.k_empty(k_read.stage));
         k_read.advance();
-        peek();
         const bool grew = softmax_step(p_out, block, block_descale);
+        // NOTE: without the pin the compiler sinks the exponentials below the wait, and nothing overlaps with P V.
+        if constexpr (kTwoProbBuffers)
+          ptx::pin(p_out);
+        else
+          ptx::pin(acc_s);
+        peek();
         if constexpr (Traits::kIntra) ptx::wgmma_wait<0>();
         take_values(nth, false);
         release(smem.v_empty(v_done.stage));
@@ -235,7 +240,9 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
         row_sum[r] = softmax.row_sum(r);
       }
       inverse[r] = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
-      const float logsumexp = softmax.logsumexp(r, row_sum[r], q_shift[r]);
+      float q_shift = 0.0f;
+      if constexpr (kIsFp8) q_shift = row_factor(p.q_shift, r);
+      const float logsumexp = softmax.logsumexp(r, row_sum[r], q_shift);
       if ((lane & 3) == 0) {
         Epilogue<Config>::store_logsumexp(p, tile, row + 8 * r,
                                           row_sum[r] == 0.0f ? -INFINITY : logsumexp);
@@ -243,8 +250,8 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
     }
     const float *v_descale = nullptr, *v_mean = nullptr;
     if constexpr (kIsFp8) {
-      v_descale = p.v_descale + kv_head * Traits::kHeadDim;
-      v_mean = p.v_mean + kv_head * Traits::kHeadDim;
+      v_descale = p.v_descale + static_cast<int64_t>(kv_head) * Traits::kHeadDim;
+      v_mean = p.v_mean + static_cast<int64_t>(kv_head) * Traits::kHeadDim;
     }
     Epilogue<Config>::store_rows(p, tile, warp_row, smem.staging(warpgroup * 4 + warp), acc_o,
                                  inverse, v_descale, v_mean);

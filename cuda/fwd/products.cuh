@@ -52,16 +52,19 @@ struct Products {
 
   __device__ __forceinline__ static uint64_t query_descriptor(const FwdSmem<Config>& smem,
                                                               int warpgroup) {
-    return ptx::k_major_descriptor<kRowBytes>(smem.query() + warpgroup * 64 * kRowBytes);
+    return ptx::k_major_descriptor<kRowBytes>((smem.query() >> 4) +
+                                              warpgroup * (64 * kRowBytes >> 4));
   }
   __device__ __forceinline__ static uint64_t key_descriptor(const FwdSmem<Config>& smem,
                                                             int stage) {
-    return ptx::k_major_descriptor<kRowBytes>(smem.keys(stage));
+    return ptx::k_major_descriptor<kRowBytes>((smem.keys(0) >> 4) +
+                                              stage * (Traits::kKeyBytes >> 4));
   }
   __device__ __forceinline__ static uint64_t value_descriptor(const FwdSmem<Config>& smem,
                                                               int stage) {
-    if constexpr (Traits::kIsFp8) return ptx::k_major_descriptor<kGranule>(smem.values(stage));
-    return ptx::mn_major_descriptor(smem.values(stage), kKeyChunk);
+    const uint32_t address = (smem.values(0) >> 4) + stage * (Traits::kValueStageBytes >> 4);
+    if constexpr (Traits::kIsFp8) return ptx::k_major_descriptor<kGranule>(address);
+    return ptx::mn_major_descriptor<kKeyChunk>(address);
   }
 };
 

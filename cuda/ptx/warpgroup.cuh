@@ -49,21 +49,20 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
 }
 
 // wgmma matrix descriptor of a K-major tile: rows of kRowBytes (64 or 128) in the swizzle of that width,
-// 8-row atoms packed one after another. Stepping along K by 32 bytes adds 2.
+// 8-row atoms packed one after another. `address` is the shared address / 16. Stepping along K by 32 bytes adds 2.
 template <int kRowBytes>
-__device__ __forceinline__ uint64_t k_major_descriptor(uint32_t smem) {
+__device__ __forceinline__ uint64_t k_major_descriptor(uint32_t address) {
   static_assert(kRowBytes == 64 || kRowBytes == 128, "K-major tiles have 64-byte or 128-byte rows");
   constexpr uint64_t kAtomBytes = 8 * kRowBytes;
   constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
-  return static_cast<uint64_t>((smem & 0x3FFFF) >> 4) | (uint64_t{1} << 16) |
-         ((kAtomBytes >> 4) << 32) | (kSwizzle << 62);
+  return address | (uint64_t{1} << 16) | ((kAtomBytes >> 4) << 32) | (kSwizzle << 62);
 }
 
-// wgmma matrix descriptor of an MN-major 16-bit tile: rows (along K) of 64 elements in 128-byte swizzle;
-// `chunk_bytes` lies between neighbouring 64-element chunks along MN. Stepping along K by 16 rows adds 128.
-__device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t smem, uint32_t chunk_bytes) {
-  return static_cast<uint64_t>((smem & 0x3FFFF) >> 4) |
-         (static_cast<uint64_t>(chunk_bytes >> 4) << 16) | (uint64_t{1024 >> 4} << 32) |
+// wgmma matrix descriptor of an MN-major 16-bit tile: rows (along K) of 64 elements in 128-byte swizzle; kChunkBytes lies
+// between neighbouring 64-element chunks along MN. `address` is the shared address / 16. Stepping along K by 16 rows adds 128.
+template <int kChunkBytes>
+__device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t address) {
+  return address | (uint64_t{kChunkBytes >> 4} << 16) | (uint64_t{1024 >> 4} << 32) |
          (uint64_t{1} << 62);
 }
 

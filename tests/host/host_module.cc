@@ -76,8 +76,7 @@ void bind_numerics(py::module_& m) {
   m.def("value_descale", py::vectorize([](float amax, bool v_is_float8, float v_factor) {
           return value_scale(amax, v_is_float8, v_factor).descale;
         }));
-  m.def("value_multiplier",
-        py::vectorize([](float amax, bool v_is_float8, float v_factor) {
+  m.def("value_multiplier", py::vectorize([](float amax, bool v_is_float8, float v_factor) {
           return value_scale(amax, v_is_float8, v_factor).multiplier;
         }));
   m.def("cast_code", py::vectorize([](float value, bool e5m2) {
