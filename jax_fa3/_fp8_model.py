@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_fa3 import _masks
 from jax_fa3._quantize import (
+    FORMAT_MAX,
     exact_exp2,
     power_of_two_exponent,
     range_factors,
@@ -26,8 +27,6 @@ from jax_fa3._shapes import Config, Dims, Operands, dims_of, is_float8, uses_had
 LOG2_E = math.log2(math.e)
 # Largest stored magnitude of query and key: 16 * 16 * head_dim stays inside half precision.
 QUERY_KEY_RANGE = 16.0
-# Largest stored magnitude of value: with P <= 2^7 the kernel can sum 512 products in float16.
-VALUE_RANGE = 0.875
 # Rows of query and key that share a factor with granularity "block".
 BLOCK = 128
 # Fixed signs of the rotation, bit d for coordinate d, least significant word first.
@@ -263,10 +262,11 @@ def _codes(
 
     query, query_descale = power_of_two(prepared.query, query_amax, QUERY_KEY_RANGE, False)
     key, key_descale = power_of_two(prepared.key, key_amax, QUERY_KEY_RANGE, False)
+    limit = FORMAT_MAX[quantization.dtype]
     if is_float8(operands.value):
-        value, value_descale = power_of_two(prepared.value, value_amax, VALUE_RANGE, True)
+        value, value_descale = power_of_two(prepared.value, value_amax, limit, True)
     else:
-        value_descale, inverse = range_factors(value_amax, VALUE_RANGE)
+        value_descale, inverse = range_factors(value_amax, limit)
         value = round_to_format(prepared.value * inverse, quantization.dtype)
     return query, query_descale, key, key_descale, value, value_descale
 

@@ -27,8 +27,8 @@ from jax_fa3._fp8_model import (
 from jax_fa3._quantize import exact_exp2, round_to_format
 from jax_fa3._shapes import Config, Dims, Operands, dims_of
 
-# Probabilities are scaled by 2^7 before the cast to e4m3, so that small ones survive.
-P_OFFSET = 7.0
+# Probabilities are scaled by 2^8 before the cast to e4m3, so that small ones survive.
+P_OFFSET = 8.0
 # log2 of how much the linear exponential overstates a probability in the mean, 0.5 / ln(2)^2.
 LINEAR_BIAS = 0.05757
 # A call of at most this many logits is one block: no loop, quick to compile.
@@ -229,7 +229,7 @@ def _update(
 
 
 def _probabilities(config: Config, log2_p: jax.Array) -> jax.Array:
-    """2^log2_p; with precision="fp8" 2^(log2_p + 7) on the e4m3 grid."""
+    """2^log2_p; with precision="fp8" 2^(log2_p + 8) on the e4m3 grid."""
     if config.precision == "native":
         return jnp.exp2(log2_p)
     exact = jnp.exp2(log2_p + P_OFFSET)

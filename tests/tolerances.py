@@ -64,6 +64,9 @@ GRADIENT_FP8 = Limit(
     (6.6e-2, 0.0),
     "straight-through: errors of P, query, key and value meet in dq and dk",
 )
+GRADIENT_NATIVE_BF16 = Limit(
+    4e-3, 0.0, (1.8e-3, 0.0), "float32 products, rounding of the bfloat16 result (rms 1.7e-3)"
+)
 BLOCKS_NATIVE = Limit(4e-6, 1e-5, (3.1e-7, 9.5e-7), "another order of float32 sums")
 BLOCKS_FP8 = Limit(
     2e-4, 2e-4, (1.3e-5, 3.6e-5), "integer base: only P below 2^-14 of the largest may round apart"
@@ -138,8 +141,11 @@ KERNEL_NATIVE = KernelLimit(
     2e-3, 6e-3, 2e-5, 3e-3, 2e-3, 1e-4,
     "P and the output round to 16 bits (2^-9 in bfloat16) in the kernel and in the model",
 )  # fmt: skip
+# A NumPy copy of the kernels' f16 steps (scores, codes of P) stands at 4.4e-2, 1.0e-3, 1.4e-2 and
+# 0.118 from the model over the calls of tests/gpu/test_fwd.py; the rms of logsumexp over two rows
+# was measured 0.029 from twice the model's on an H200.
 KERNEL_FP8 = KernelLimit(
-    1e-2, 8e-2, 4e-3, 6e-2, 0.13, 2e-2,
+    1e-2, 6e-2, 2e-3, 3e-2, 0.13, 5e-2,
     "a row with few keys shows single P: one e4m3 step is 2^-3; f16 scores keep 11 bits",
 )  # fmt: skip
 
@@ -151,8 +157,9 @@ def check_kernel(
 
     Returns: the largest value of each measured quantity, for reports.
     """
+    results = zip(actual, exact, model, strict=True)
     (out, exact_out, model_out), (lse, exact_lse, model_lse) = (
-        [np.asarray(x, np.float64) for x in triple] for triple in zip(actual, exact, model)
+        [np.asarray(x, np.float64) for x in triple] for triple in results
     )
     for got, expected in ((out, exact_out), (lse, exact_lse)):
         if got.shape != expected.shape:

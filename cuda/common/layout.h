@@ -21,12 +21,8 @@ inline constexpr int kSlab = 64;
 // Largest magnitude stored for q and k: keeps 16 * 16 * head_dim inside f16 for head_dim <= 128.
 inline constexpr float kOperandRange = 16.0f;
 
-// Ranges that keep an f16 sum of P V over kMaxGroup blocks finite: P <= 2^kProbabilityOffset, |v_image| <= kValueRange and
-// 128 * 4 * 2^7 * 0.875 = 57,344. The row sum comes from a column that holds kOnes.
-inline constexpr float kProbabilityOffset = 7.0f;
-inline constexpr float kValueRange = 0.875f;
-inline constexpr float kOnes = 0.5f;
-inline constexpr int kMaxGroup = 4;
+// P is stored as 2^kProbabilityOffset times the probability of the row's base, to use e4m3's range.
+inline constexpr float kProbabilityOffset = 8.0f;
 
 FA3_HOST_DEVICE constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;

@@ -70,7 +70,7 @@ template <class Config>
 constexpr bool promotes_in_time() {
   if constexpr (std::is_same_v<typename Config::Element, ptx::E4m3> ||
                 std::is_same_v<typename Config::Element, ptx::E5m2>) {
-    return Config::kPromoteEvery >= 1 && Config::kPromoteEvery <= kMaxGroup;
+    return Config::kPromoteEvery >= 1 && Config::kPromoteEvery <= 4;
   } else {
     return true;
   }
@@ -120,9 +120,8 @@ struct FwdTraits {
   static_assert(Config::kClusterSize == 1, "no kernel multicasts yet, so a cluster has one CTA");
   static_assert(kBlockKv == 128, "a kv block is one granule of 128 keys");
   static_assert(!kIsFp8 || kBlockKv == kGranule, "one k_descale must cover the kv block");
-  static_assert(
-      promotes_in_time<Config>(),
-      "kPromoteEvery is 1 to 4: a longer sum could overflow f16, and loses its small terms");
+  static_assert(promotes_in_time<Config>(),
+                "kPromoteEvery is 1 to 4: a longer FP8 sum loses its small terms");
   static_assert(kQueryBytes % 1024 == 0 && kKeyBytes % 1024 == 0 && kValueStageBytes % 1024 == 0,
                 "every tile starts on a 1024-byte boundary, which the swizzles count from");
 };

@@ -15,8 +15,7 @@
 //              issue S = Q K_j^T;  issue acc (+)= P_{j+1} V_{j+1};  wait for S, release k;  mask, softmax -> P_j
 //              wait for acc, release v;  add acc to the f32 sum every kPromoteEvery blocks;  rescale where a base grew
 // Numerics   FP8: softmax_fp8.cuh. The tensor core keeps about 13 bits below the largest term of an FP8 sum, so it sums at most
-//            kPromoteEvery blocks by itself and acc_o takes them in f32. That short sum is kept in f16: 11 bits are enough for it, and
-//            f16 accumulators leave the register file to the softmax (f32 ones halve the rate of every other instruction).
+//            kPromoteEvery blocks by itself in acc_t, and acc_o takes them in ordinary f32.
 //            16-bit: softmax_16bit.cuh, one f32 accumulator.
 #pragma once
 
@@ -25,13 +24,13 @@
 
 namespace jax_fa3 {
 
-// The first of the 8 extra rows of each V stage is all kOnes (0x30 is 0.5 in e4m3, 0x38 in e5m2), the others are zero.
+// The first of the 8 extra rows of each V stage is all ones (0x38 in e4m3, 0x3C in e5m2), the others are zero.
 // Rows are 128 bytes and alike along their length, so the swizzle does not matter. Copies never touch these rows.
 template <class Config>
 __device__ __forceinline__ void write_ones_rows(const FwdSmem<Config>& smem) {
   using Traits = FwdTraits<Config>;
   constexpr uint32_t kOnes =
-      std::is_same_v<typename Traits::Element, ptx::E5m2> ? 0x38383838u : 0x30303030u;
+      std::is_same_v<typename Traits::Element, ptx::E5m2> ? 0x3C3C3C3Cu : 0x38383838u;
   for (int word = threadIdx.x; word < Traits::kNumStages * 256; word += Traits::kThreads) {
     const uint32_t address = smem.values(word / 256) + Traits::kValueBytes + (word % 256) * 4;
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word % 256 < 32 ? kOnes : 0u)

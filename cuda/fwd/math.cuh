@@ -22,8 +22,7 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
   typename Product::AccS acc_s[Product::kScores];
   uint32_t frag_p[kTwoProbBuffers ? 2 : 1][Product::kProbs];
   float acc_o[Product::kOutputs];
-  uint32_t
-      acc_t[kIsFp8 ? Product::kSums : 1];  // FP8: sum of the current group of blocks, pairs of f16
+  float acc_t[kIsFp8 ? Product::kOutputs : 1];  // FP8: sum of the current group of blocks
   auto softmax = [] {
     if constexpr (kIsFp8)
       return Fp8Softmax<Config>{};
@@ -130,11 +129,7 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
           ptx::pin(acc_t);
           if (is_last || nth % Config::kPromoteEvery == Config::kPromoteEvery - 1) {
 #pragma unroll
-            for (int i = 0; i < Product::kSums; ++i) {
-              // acc_t[2j + r] are columns 8j + 2t, +1 of row g + 8r; acc_o[4j + 2r + {0, 1}] the same.
-              acc_o[2 * i] += ptx::low_f16_to_f32(acc_t[i]);
-              acc_o[2 * i + 1] += ptx::high_f16_to_f32(acc_t[i]);
-            }
+            for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] += acc_t[i];
           }
         } else {
           ptx::pin(acc_o);
@@ -142,13 +137,9 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
       };
       const auto rescale = [&] {
 #pragma unroll
-        for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] *= alpha[i % 4 / 2];
-        if constexpr (kIsFp8) {
-          // A power of two: exact in f16 until what it scales is too small to matter.
-          const uint32_t half[2] = {ptx::pack_f16x2(alpha[0], alpha[0]),
-                                    ptx::pack_f16x2(alpha[1], alpha[1])};
-#pragma unroll
-          for (int i = 0; i < Product::kSums; ++i) acc_t[i] = ptx::mul_f16x2(acc_t[i], half[i % 2]);
+        for (int i = 0; i < Product::kOutputs; ++i) {
+          acc_o[i] *= alpha[i % 4 / 2];
+          if constexpr (kIsFp8) acc_t[i] *= alpha[i % 4 / 2];
         }
       };
 
@@ -234,8 +225,7 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
     for (int r = 0; r < 2; ++r) {
       if constexpr (kIsFp8) {
         // Column head_dim of the output, held by lane t = 0 of the quad.
-        row_sum[r] =
-            __shfl_sync(0xFFFFFFFFu, acc_o[Traits::kHeadDim / 2 + 2 * r], lane & ~3) / kOnes;
+        row_sum[r] = __shfl_sync(0xFFFFFFFFu, acc_o[Traits::kHeadDim / 2 + 2 * r], lane & ~3);
       } else {
         row_sum[r] = softmax.row_sum(r);
       }

@@ -15,9 +15,6 @@ struct Products {
   static constexpr int kScores = Traits::kIsFp8 ? 32 : 64;
   static constexpr int kProbs = Traits::kIsFp8 ? 16 : 32;
   static constexpr int kOutputs = Traits::kValueColumns / 2;  // f32 output values of a lane
-  // What P V is accumulated in: FP8 sums a few blocks in f16 pairs (see the map of kernel.cuh), 16-bit all in f32.
-  using AccT = std::conditional_t<Traits::kIsFp8, uint32_t, float>;
-  static constexpr int kSums = Traits::kIsFp8 ? kOutputs / 2 : kOutputs;
   static constexpr int kRowBytes = Traits::kIsFp8 ? Traits::kHeadDim : 128;  // of a Q or K tile row
   static constexpr int kQueryChunk = Traits::kBlockQ * 128;  // 16-bit: distance of 64-column chunks
   static constexpr int kKeyChunk = Traits::kBlockKv * 128;
@@ -36,7 +33,7 @@ struct Products {
   }
 
   // acc (+)= P V with P in registers; `accumulate` false overwrites acc.
-  __device__ __forceinline__ static void issue_values(AccT (&acc)[kSums],
+  __device__ __forceinline__ static void issue_values(float (&acc)[kOutputs],
                                                       const uint32_t (&frag_p)[kProbs], uint64_t v,
                                                       bool accumulate) {
     constexpr int kSteps = kProbs / 4;
@@ -45,7 +42,7 @@ struct Products {
     using Probability = std::conditional_t<Traits::kIsFp8, ptx::E4m3, Element>;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      ptx::WgmmaRs<Probability, Element, AccT, Traits::kValueColumns>::run(
+      ptx::WgmmaRs<Probability, Element, float, Traits::kValueColumns>::run(
           acc, frag_p + 4 * step, v + step * kStepAddress, step > 0 || accumulate);
     }
   }

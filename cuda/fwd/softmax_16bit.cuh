@@ -65,9 +65,9 @@ class Softmax16 {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (y[r] > base_[r] + kSlack) {
-          const float new_base = ceilf(y[r]);
-          alpha[r] = ptx::exp2_f32(base_[r] - new_base);
-          base_[r] = new_base;
+          // The maximum itself, so that a row with one key gets P = 1 exactly.
+          alpha[r] = ptx::exp2_f32(base_[r] - y[r]);
+          base_[r] = y[r];
           sum_[r] *= alpha[r];
         }
       }

@@ -6,8 +6,8 @@
 // frag_p[2G + r] packs the four bytes of row g + 8r; v_image orders its keys to match (common/layout.h).
 //
 // Numerics. y = score * q_descale * k_descale is the logit in log2 units. Every row has an integer base >= max y, and
-//   P = e4m3(2^(y - base + 7)).
-// An integer base makes each rescale an exact power of two and P independent of the kv tiling; the factor 2^7 uses
+//   P = e4m3(2^(y - base + 8)).
+// An integer base makes each rescale an exact power of two and P independent of the kv tiling; the factor 2^8 uses
 // e4m3's range and cancels, for the row sum is taken from the same bytes (a column of ones in V).
 #pragma once
 
@@ -147,7 +147,7 @@ class Fp8Softmax {
  private:
   static constexpr float kMinScale = 0x1p-24f;
   static constexpr float kMaxHalfScale = 4096.0f;  // 8 * scale is a normal f16
-  static constexpr float kMaxHalfBase = 256.0f;    // f16 carries 8 * (7 - base) + 56 without loss
+  static constexpr float kMaxHalfBase = 256.0f;    // f16 carries 8 * (8 - base) + 56 without loss
 
   // kMufuEighths of the 16-key groups, evenly spread, take the special-function unit; the others work on e4m3 codes.
   __device__ __forceinline__ static constexpr bool uses_mufu(int group) {

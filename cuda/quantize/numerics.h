@@ -94,14 +94,13 @@ FA3_HOST_DEVICE int operand_exponent(float amax) {
   return exponent < -126 ? -126 : exponent;
 }
 static_assert(kOperandRange == 16.0f, "operand_exponent is written for this range");
-static_assert(kValueRange == 0.875f, "value_exponent is written for this range");
 
-// Exponent e that brings the largest magnitude of a float8 v into (range / 2, range], range =
-// kValueRange = 7/8. Zero gives 0.
-FA3_HOST_DEVICE int value_exponent(float amax) {
+// Exponent e that brings the largest magnitude of a float8 v into (range / 2, range], where range
+// is 448 (e4m3) or 57344 (e5m2), i.e. 7/8 of 2^9 or 2^16. Zero gives 0.
+FA3_HOST_DEVICE int value_exponent(float amax, bool e5m2) {
   const uint32_t bits = float_bits(amax);
   if (bits == 0) return 0;
-  const int exponent = static_cast<int>(bits >> 23) - 126;
+  const int exponent = static_cast<int>(bits >> 23) - 126 - (e5m2 ? 16 : 9);
   return (bits & 0x7fffffu) > 0x600000u ? exponent + 1 : exponent;
 }
 
@@ -114,14 +113,15 @@ struct ValueScale {
 // float8 v.
 // NOTE: a 16-bit channel smaller than 2^-100 everywhere is scaled as if it reached 2^-100 (no
 // overflow of the quotient).
-FA3_HOST_DEVICE ValueScale value_scale(float amax, bool v_is_float8, float v_factor) {
+FA3_HOST_DEVICE ValueScale value_scale(float amax, bool v_is_float8, float v_factor, bool e5m2) {
   if (v_is_float8) {
-    const int exponent = value_exponent(amax);
+    const int exponent = value_exponent(amax, e5m2);
     return {power_of_two(exponent) * v_factor, power_of_two(-exponent)};
   }
   if (amax == 0.0f) return {1.0f, 1.0f};
+  const float range = e5m2 ? 57344.0f : 448.0f;
   const float bounded = fminf(fmaxf(amax, 0x1p-100f), FLT_MAX);
-  return {bounded / kValueRange, kValueRange / bounded};
+  return {bounded / range, range / bounded};
 }
 
 // ---- writing ------------------------------------------------------------------------------------

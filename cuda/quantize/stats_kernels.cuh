@@ -240,7 +240,8 @@ __global__ void __launch_bounds__(kFinalizeMaxWarps * 32)
 
   const int64_t kv_head = static_cast<int64_t>(batch) * params.num_heads_kv + head;
   const float v_factor = v_is_float8 ? params.v_factor[kv_head] : 1.0f;
-  const ValueScale scale = value_scale(amax, v_is_float8, v_factor);
+  const ValueScale scale =
+      value_scale(amax, v_is_float8, v_factor, params.image_kind == ElementKind::kE5m2);
   params.v_mean[kv_head * kHeadDim + channel] = mean_v;
   params.v_descale[kv_head * kHeadDim + channel] = scale.descale;
   float* results = workspace_slot(params, batch, head, num_chunks) + channel;

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-VALUE_RANGE = 0.875  # keeps short sums of P V finite in f16
 GRANULE = 128
 SLAB = 64
 SIGN_WORDS = (0x9E3779B97F4A7C15, 0xF39CC0605CEDC834, 0x1082276BF3A27251, 0xF86C6A11D0C18E95)
@@ -206,7 +205,7 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
     k_codes[bad_key] = NAN_CODE
 
     # v: one scale a channel
-    value_range = VALUE_RANGE
+    value_range = float(ml_dtypes.finfo(dtype).max)
     centred = v_real - v_mean[:, :, None, :]
     amax = np.where(np.isfinite(v_real), np.abs(centred), 0).max(2)
     if is_float8(v):

@@ -61,7 +61,7 @@ def exact(
     inputs: dict[str, Any], *, causal: str | None = None, softmax_scale: float | None = None
 ) -> Result:
     """Float64 attention on the (dequantised) values of the inputs."""
-    return _each_head(inputs, causal, softmax_scale, np.float64, lambda p, base: p)
+    return _each_head(inputs, causal, softmax_scale, np.float64, lambda p: p)
 
 
 def native_model(
@@ -70,19 +70,24 @@ def native_model(
     """`exact` in float32, with P and the output rounded to the inputs' 16-bit dtype."""
     dtype = inputs["query"].dtype
     out, logsumexp = _each_head(
-        inputs, causal, softmax_scale, np.float32, lambda p, base: p.astype(dtype)
+        inputs, causal, softmax_scale, np.float32, lambda p: p.astype(dtype)
     )
     return Result(out.astype(dtype), logsumexp)
 
 
 def _each_head(
-    inputs: dict[str, Any], causal: str | None, softmax_scale: float | None, dtype: Any, rounded: Any
+    inputs: dict[str, Any],
+    causal: str | None,
+    softmax_scale: float | None,
+    dtype: Any,
+    rounded: Any,
 ) -> Result:
     query, key, value = (inputs[n].astype(dtype) for n in ("query", "key", "value"))
     b, sq, hq, d = query.shape
     sk, hk = key.shape[1:3]
     scale = d**-0.5 if softmax_scale is None else float(softmax_scale)
-    factor = scale * _descale(inputs, "query_descale") * _descale(inputs, "key_descale")
+    factor = scale * _descale(inputs, "query_descale").astype(np.float64)
+    factor *= _descale(inputs, "key_descale")
     v_factor = _descale(inputs, "value_descale")
     seen = visible(sq, sk, causal)
     out, logsumexp = np.zeros((b, sq, hq, value.shape[-1]), dtype), np.full((b, hq, sq), -np.inf)
@@ -94,7 +99,7 @@ def _each_head(
         top = np.where(some, logits.max(axis=1, initial=-np.inf), 0)
         p = np.exp(logits - top[:, None])
         total = np.where(some, p.sum(axis=1), 1)
-        p = rounded(p, top).astype(dtype)
+        p = rounded(p).astype(dtype)
         out[ib, :, ih] = p @ value[ib, :, kv] * dtype(v_factor[ib, kv]) / total[:, None]
         logsumexp[ib, ih] = np.where(some, top + np.log(total), -np.inf)
     return Result(out, logsumexp)
@@ -151,7 +156,9 @@ def model(preset: str, inputs: dict[str, Any], *, causal: str | None, softmax_sc
     """The model of one of PRESETS."""
     if preset == "native":
         return native_model(inputs, causal=causal, softmax_scale=softmax_scale)
-    operands = _quantized_once(_Inputs(inputs), softmax_scale, "e5m2" if preset == "e5m2" else "e4m3")
+    operands = _quantized_once(
+        _Inputs(inputs), softmax_scale, "e5m2" if preset == "e5m2" else "e4m3"
+    )
     dtype = inputs["query"].dtype
     dtype = dtype if dtype.itemsize == 2 else np.dtype(ml_dtypes.bfloat16)
     return fp8_model(operands, causal=causal, linear=preset == "fast", out_dtype=dtype)
@@ -250,4 +257,6 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
         kind = np.dtype(f"u{a.dtype.itemsize}")
         different = np.ascontiguousarray(a).view(kind) != np.ascontiguousarray(e).view(kind)
         if different.any():
-            raise AssertionError(f"{different.mean():.2%} differ, first {np.argwhere(different)[0]}")
+            raise AssertionError(
+                f"{different.mean():.2%} differ, first {np.argwhere(different)[0]}"
+            )

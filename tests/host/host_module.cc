@@ -71,13 +71,15 @@ void bind_scheduler(py::module_& m) {
 
 void bind_numerics(py::module_& m) {
   m.def("operand_exponent", py::vectorize([](float amax) { return operand_exponent(amax); }));
-  m.def("value_exponent", py::vectorize([](float amax) { return value_exponent(amax); }));
+  m.def("value_exponent",
+        py::vectorize([](float amax, bool e5m2) { return value_exponent(amax, e5m2); }));
   m.def("power_of_two", py::vectorize([](int exponent) { return power_of_two(exponent); }));
-  m.def("value_descale", py::vectorize([](float amax, bool v_is_float8, float v_factor) {
-          return value_scale(amax, v_is_float8, v_factor).descale;
+  m.def("value_descale", py::vectorize([](float amax, bool v_is_float8, float v_factor, bool e5m2) {
+          return value_scale(amax, v_is_float8, v_factor, e5m2).descale;
         }));
-  m.def("value_multiplier", py::vectorize([](float amax, bool v_is_float8, float v_factor) {
-          return value_scale(amax, v_is_float8, v_factor).multiplier;
+  m.def("value_multiplier",
+        py::vectorize([](float amax, bool v_is_float8, float v_factor, bool e5m2) {
+          return value_scale(amax, v_is_float8, v_factor, e5m2).multiplier;
         }));
   m.def("cast_code", py::vectorize([](float value, bool e5m2) {
           return e5m2 ? cast_four<true>(value, 0, 0, 0) & 0xffu

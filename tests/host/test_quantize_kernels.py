@@ -155,28 +155,28 @@ def test_operand_exponent(host):
     np.testing.assert_array_equal(host.power_of_two(exponent), np.ldexp(np.float32(1), exponent))
 
 
-def test_value_scale(host):
-    value_range = 0.875
+@pytest.mark.parametrize(("e5m2", "value_range"), [(False, 448.0), (True, 57344.0)])
+def test_value_scale(host, e5m2, value_range):
     amax = np.abs(FLOATS)
     amax = amax[(amax > 2.0**-60) & (amax < 2.0**60)]
-    exponent = host.value_exponent(amax)
+    exponent = host.value_exponent(amax, e5m2)
     scaled = np.ldexp(amax.astype(np.float64), -exponent)
     assert ((scaled > value_range / 2) & (scaled <= value_range)).all()
     np.testing.assert_array_equal(
-        host.value_descale(amax, False, 1.0), amax / np.float32(value_range)
+        host.value_descale(amax, False, 1.0, e5m2), amax / np.float32(value_range)
     )
     np.testing.assert_array_equal(
-        host.value_multiplier(amax, False, 1.0), np.float32(value_range) / amax
+        host.value_multiplier(amax, False, 1.0, e5m2), np.float32(value_range) / amax
     )
     np.testing.assert_array_equal(
-        host.value_descale(amax, True, 3.0), 3 * np.ldexp(np.float32(1), exponent)
+        host.value_descale(amax, True, 3.0, e5m2), 3 * np.ldexp(np.float32(1), exponent)
     )
     for zero in (
-        host.value_descale(0.0, False, 1.0),
-        host.value_multiplier(0.0, False, 1.0),
+        host.value_descale(0.0, False, 1.0, e5m2),
+        host.value_multiplier(0.0, False, 1.0, e5m2),
     ):
         assert zero == 1
-    tiny = host.value_multiplier(np.float32(1e-44), False, 1.0)
+    tiny = host.value_multiplier(np.float32(1e-44), False, 1.0, e5m2)
     assert np.isfinite(tiny)
 
 

@@ -265,7 +265,7 @@ def quantize(
             k_out[ib, granule, ik] = cast(y[granule] / np.float32(step), format_name)
             k_descale[ib, ik, granule] = step
         y = v[ib, :, ik] - v_mean[ib, ik]
-        limit = np.float32(0.875)
+        limit = np.float32(FORMATS[format_name][1])
         for channel in range(v.shape[-1]):
             amax = np.abs(y[:, channel]).max()
             if amax == 0:
@@ -322,16 +322,16 @@ def attention_fp8(
             if bias is not None:
                 y = y + np.broadcast_to(bias, (b, hq, sq, sk))[ib, ih, i, js] * log2_e
             base = np.ceil(y.max()) + 1.0
-            exponent = y - base + 7.0
+            exponent = y - base + 8.0
             exact = np.exp2(exponent)
             p = linear_exp2(exponent) if linear else exact.astype(np.float32).astype(FLOAT8[0])
             p = p.astype(np.float64)
             keys_total = p.sum()
             total = keys_total
             if sinks is not None:
-                total = total + np.exp2(float(sinks[ih]) * log2_e - shift - base + 7.0 + excess)
+                total = total + np.exp2(float(sinks[ih]) * log2_e - shift - base + 8.0 + excess)
             v = operands.value[ib, js, kv].astype(np.float64)
             mean = operands.value_mean[ib, kv] * (keys_total / total)
             out[ib, i, ih] = p @ v / total * operands.value_descale[ib, kv] + mean
-            logsumexp[ib, ih, i] = (base - 7.0 - excess + np.log2(total) + shift) / log2_e
+            logsumexp[ib, ih, i] = (base - 8.0 - excess + np.log2(total) + shift) / log2_e
     return out, logsumexp

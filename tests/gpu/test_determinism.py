@@ -1,0 +1,181 @@
+"""The same call gives the same bits: alone, under load, from threads, inside command buffers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu import reference
+
+pytestmark = pytest.mark.gpu
+
+# Launches are recorded and replayed: anything a handler does outside its stream, or any pointer or
+# scalar frozen at the first run, shows.
+COMMAND_BUFFER_FLAGS = (
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,WHILE "
+    "--xla_gpu_graph_min_graph_size=1"
+)
+
+
+def inputs_of(head_dim: int, dtype: Any = cases.BFLOAT16, **sizes: int) -> dict[str, Any]:
+    case = cases.Case("repeat", **{"seqlen_q": 1000, "seqlen_k": 1500, "num_heads_q": 12,
+                      "num_heads_kv": 4, **sizes}, head_dim=head_dim)  # fmt: skip
+    return jax.tree.map(jnp.asarray, cases.make_inputs(case, dtype))
+
+
+def test_fifty_runs_agree() -> None:
+    """Every kernel, 50 times over memory that other results were in."""
+    many = {
+        (head_dim, dtype): inputs_of(head_dim, np.dtype(dtype))
+        for head_dim in (64, 128)
+        for dtype in ("bfloat16", "float16")
+    }
+    calls = [
+        (place, preset)
+        for place in many
+        for preset in reference.PRESETS
+        if preset == "native" or place[1] == "bfloat16"
+    ]
+    calls += [((head_dim, "bfloat16"), "e5m2_fast") for head_dim in (64, 128)]
+    fast_e5m2 = reference.jax_fa3.Quantization(dtype="e5m2", softmax="linear")
+    presets = {**reference.PRESETS, "e5m2_fast": {"quantization": fast_e5m2}}
+
+    @jax.jit
+    def every(many: Any) -> Any:
+        return [
+            reference.attend(many[place], causal=causal, **presets[preset])
+            for place, preset in calls
+            for causal in (None, "bottom_right")
+        ]
+
+    first = every(many)
+    assert all(bool(jnp.any(out != 0)) for out, _ in first)
+    different = jax.jit(reference.count_different)
+    counts = [different(every(many), first) for _ in range(50)]
+    assert [int(count) for count in counts] == [0] * 50
+
+
+def test_stream_order() -> None:
+    """B65: a long product makes the query, an in-place sum consumes the output, 200 times."""
+    x = inputs_of(128, batch=1, num_heads_q=8, num_heads_kv=2)
+    wide = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
+
+    @jax.jit
+    def attend_product(wide: Any, x: Any) -> Any:
+        # Slow enough that an attention on another stream would read the query too early.
+        product = (wide @ wide) @ wide
+        query = product[: x["query"].size // 8192].reshape(x["query"].shape) / 2.0**16
+        query = query.astype(jnp.bfloat16)
+        return {
+            p: reference.attend({**x, "query": query}, **reference.PRESETS[p])
+            for p in ("accurate", "native")
+        }
+
+    consume = jax.jit(
+        lambda total, found, first: total + reference.count_different(found, first),
+        donate_argnums=0,
+    )
+    first = attend_product(wide, x)
+    assert all(bool(jnp.all(jnp.isfinite(out))) for out, _ in first.values())
+    total = jnp.int32(0)
+    for _ in range(200):
+        total = consume(total, attend_product(wide, x), first)
+    assert int(total) == 0
+
+
+def test_two_threads() -> None:
+    """B65: two jitted functions at once; handlers are called from several threads."""
+    work = {
+        "fp8": (inputs_of(64, seqlen_q=333), {"causal": "bottom_right"}),
+        "native": (inputs_of(128, seqlen_k=777), {"precision": "native"}),
+    }
+    functions = {
+        name: jax.jit(lambda x, options=options: reference.attend(x, **options))
+        for name, (_, options) in work.items()
+    }
+    first = {name: jax.block_until_ready(functions[name](work[name][0])) for name in work}
+    different = jax.jit(reference.count_different)
+    start = threading.Barrier(len(work))
+    counts: dict[str, list[int]] = {}
+
+    def repeat(name: str) -> None:
+        start.wait()
+        results = [different(functions[name](work[name][0]), first[name]) for _ in range(200)]
+        counts[name] = [int(x) for x in results]
+
+    threads = [threading.Thread(target=repeat, args=(name,)) for name in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == {name: [0] * 200 for name in work}
+
+
+def scan_and_calls() -> dict[str, Any]:
+    """A scan of 50 steps whose inputs change, and 10 calls of one program with new inputs."""
+    x = inputs_of(64, seqlen_q=130, seqlen_k=260, num_heads_q=6, num_heads_kv=2)
+
+    def step(query: Any, turn: Any) -> Any:
+        shifted = {**x, "query": query, "key": jnp.roll(x["key"], turn, axis=1)}
+        scale = 0.1 + 0.001 * turn.astype(jnp.float32)
+        found = {
+            p: reference.attend(
+                shifted, causal="bottom_right", softmax_scale=scale, **reference.PRESETS[p]
+            )
+            for p in ("accurate", "native")
+        }
+        mixed = found["accurate"].out + found["native"].out
+        return (0.5 * query + mixed).astype(query.dtype), found
+
+    def scan(query: Any) -> Any:
+        return jax.lax.scan(step, query, jnp.arange(50))
+
+    _, scanned = jax.jit(scan)(x["query"])
+    once = jax.jit(lambda query, turn: step(query, turn)[1])
+    called = [once(jnp.flip(x["query"], 1) * (1 + i), jnp.int32(7 * i)) for i in range(10)]
+    leaves = jax.tree.leaves((scanned, called))
+    return {str(i): np.asarray(leaf, np.float32) for i, leaf in enumerate(leaves)}
+
+
+def test_command_buffers(tmp_path: Path) -> None:
+    """B49: the same bits with launches recorded into command buffers, and with none."""
+    kinds = {"recorded": COMMAND_BUFFER_FLAGS, "plain": "--xla_gpu_enable_command_buffer="}
+    results = {}
+    here = Path(__file__).resolve().parents[1]
+    paths = [str(here), os.environ.get("PYTHONPATH", "")]
+    for kind, flags in kinds.items():
+        target = tmp_path / f"{kind}.npz"
+        program = (
+            "import numpy as np; from gpu import test_determinism as t; "
+            f"np.savez({str(target)!r}, **t.scan_and_calls())"
+        )
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": flags,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process holds most of the memory
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        results[kind] = dict(np.load(target))
+    assert all(np.isfinite(x).all() and (x != 0).any() for x in results["plain"].values())
+    reference.assert_same_bits(results["recorded"], results["plain"])
+    # The inputs changed from step to step, so must the results.
+    steps = results["plain"]["0"]
+    assert (np.abs(np.diff(steps, axis=0)).reshape(49, -1).max(axis=1) > 0).all()
