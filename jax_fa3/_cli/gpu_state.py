@@ -44,7 +44,8 @@ def card_facts() -> dict[str, Any]:
     if not lines:
         return {}
     values = [value.strip() for value in lines[0].split(",")]
-    return dict(zip(_FACTS, map(_number, values), strict=False))
+    facts: dict[str, Any] = dict(zip(_FACTS, values, strict=False))
+    return {k: v if k in ("card", "driver") else _number(v) for k, v in facts.items()}
 
 
 class Samples:
@@ -103,6 +104,8 @@ def sampling() -> Iterator[Samples]:
             process.wait()
         if thread is not None:
             thread.join(timeout=2)
+        if process is not None and process.stdout is not None:
+            process.stdout.close()
 
 
 def _visible() -> str:
@@ -145,9 +148,7 @@ def _nvml_reader() -> Callable[[], tuple[float, float]] | None:
     return read
 
 
-def _poll(
-    read: Callable[[], tuple[float, float]], samples: Samples, stop: threading.Event
-) -> None:
+def _poll(read: Callable[[], tuple[float, float]], samples: Samples, stop: threading.Event) -> None:
     while not stop.wait(_PERIOD_S):
         samples.add(*read())
 

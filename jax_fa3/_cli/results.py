@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import os
 import platform
 import shlex
@@ -68,7 +69,7 @@ def meta(**extra: Any) -> dict[str, Any]:
 def command_line() -> str:
     """How this program was called, without the path of the checkout or the installation."""
     program = Path(sys.argv[0])
-    name = "python -m jax_fa3" if program.name == "__main__.py" else f"{program.name}"
+    name = "python -m jax_fa3" if program.name == "__main__.py" else program.name
     return " ".join([name, *map(shlex.quote, sys.argv[1:])])
 
 
@@ -125,7 +126,8 @@ def accuracy_row(
         "seqlen_k": seqlen_k,
         "head_dim": head_dim,
         **extra,
-        **dataclasses.asdict(found),
+        # JSON has no NaN.
+        **{k: None if math.isnan(v) else v for k, v in dataclasses.asdict(found).items()},
     }
 
 

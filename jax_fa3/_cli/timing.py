@@ -150,5 +150,3 @@ def _seconds_per_launch(side: Side) -> float:
 def _custom_calls(compiled: Any) -> int:
     """How many custom calls an optimised program holds."""
     return int(compiled.as_text().count(" custom-call("))
-
-

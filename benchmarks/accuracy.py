@@ -1,0 +1,189 @@
+"""Errors of every variant and rival against float64, as a table and JSON rows.
+
+python benchmarks/accuracy.py --json benchmarks/results/accuracy.json
+
+Inputs: normal, outlier (the FlashAttention-3 paper's), biased (a mean per channel), each with
+2,048, 8,192 and 131,072 keys and 256 queries. Then sums that must not be lost, as long: value 1
+everywhere, and equal weights with value N(1, 1). The reference is float64, computed on the GPU or
+by NumPy without one.
+"""
+
+from __future__ import annotations
+
+import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
+
+import argparse
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rivals import RIVALS
+
+from jax_fa3._cli import accuracy, check, contenders, plots, results, text
+from jax_fa3._cli.accuracy import DISTRIBUTIONS, PRESETS, Problem
+from jax_fa3._cli.progress import progress
+
+DATA = (*DISTRIBUTIONS, "ones", "uniform")
+SEQLENS = (2048, 8192, 131_072)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add(
+        "--presets",
+        type=text.comma_list(str, tuple(PRESETS)),
+        default=list(PRESETS),
+        metavar="LIST",
+        help=f"of {', '.join(PRESETS)} (default: all)",
+    )
+    add(
+        "--data",
+        type=text.comma_list(str, DATA),
+        default=list(DATA),
+        metavar="LIST",
+        help=f"of {', '.join(DATA)} (default: all)",
+    )
+    add(
+        "--seqlens",
+        type=text.comma_list(text.positive_int),
+        default=list(SEQLENS),
+        metavar="LIST",
+        help="numbers of keys (default 2048,8192,131072)",
+    )
+    add(
+        "--head-dims",
+        type=text.comma_list(text.positive_int),
+        default=[64, 128],
+        metavar="LIST",
+        help="default 64,128",
+    )
+    add(
+        "--rivals",
+        type=text.comma_list(str, (*RIVALS, "none")),
+        default=["cudnn", "cudnn_fp8", "fa3", "fa3_fp8"],
+        metavar="LIST",
+        help=f"of {', '.join(RIVALS)}, none (default cudnn,cudnn_fp8,fa3,fa3_fp8)",
+    )
+    add("--queries", type=text.positive_int, default=256, metavar="N", help="default 256")
+    add("--heads", type=text.positive_int, default=4, metavar="N", help="default 4")
+    add("--seed", type=int, default=0, help="of the inputs (default 0)")
+    add("--json", type=Path, metavar="FILE", help="write a result file")
+    add("--plot", type=Path, metavar="FILE", help="write a plot (needs matplotlib)")
+    add("--dry-run", action="store_true", help="tiny sizes on any device")
+    return made
+
+
+def reference_on_device(query: Any, key: Any, value: Any) -> np.ndarray:
+    """Softmax attention in float64 on the default device, in pieces of 64 queries."""
+    with jax.enable_x64(True):
+        # One head at a time: 64 x 131,072 logits of float64 are 64 MiB.
+        heads = []
+        for head in range(query.shape[2]):
+            q, k, v = (
+                jnp.asarray(x[:, :, head : head + 1].astype(np.float64))
+                for x in (query, key, value)
+            )
+            pieces = [np.asarray(_exact(q[:, i : i + 64], k, v)) for i in range(0, q.shape[1], 64)]
+            heads.append(np.concatenate(pieces, axis=1))
+        return np.concatenate(heads, axis=2)
+
+
+@jax.jit
+def _exact(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") / math.sqrt(q.shape[-1])
+    weights = jax.nn.softmax(logits, axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision="highest")
+
+
+def outputs(
+    flags: argparse.Namespace, arrays: tuple[Any, Any, Any], problem: Problem, skipped: set[str]
+) -> Iterator[tuple[dict[str, Any], Any]]:
+    """(impl, precision, preset) and the output of everybody; who cannot run goes to `skipped`."""
+    runs = contenders.kernels_run()
+    for preset in flags.presets:
+        native = preset == "native"
+        served = runs and preset not in ("per_tensor", "block")
+        try:
+            out = accuracy.run_ours(arrays, problem, preset, "cuda" if served else "xla")
+        except (NotImplementedError, RuntimeError) as error:
+            skipped.add(f"jax_fa3 {preset}: {str(error)[:200]}")
+            continue
+        yield (
+            {
+                "impl": "jax_fa3" if served else "jax_fa3_xla",
+                "precision": "bf16" if native else "fp8",
+                "preset": None if native else preset,
+            },
+            out,
+        )
+    for key in flags.rivals:
+        if key == "none":
+            continue
+        rival = RIVALS[key]
+        precision = rival.precisions[0]
+        reason = rival.unavailable(precision)
+        if reason is None:
+            try:
+                out = rival.compute(arrays, precision, is_causal=problem.is_causal)
+            except Exception as error:  # a rival that fails is skipped and named in the results
+                reason = f"{type(error).__name__}: {str(error)[:200]}"
+        if reason is not None:
+            skipped.add(f"{key}: {reason}")
+            continue
+        yield {"impl": key, "precision": precision, "preset": None}, out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = parser().parse_args(arguments)
+    if flags.plot is not None:
+        plots.require()
+    if flags.dry_run:
+        flags.seqlens, flags.queries, flags.heads = [96, 160], 16, 2
+    on_gpu = jax.default_backend() == "gpu"
+    rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    skipped: set[str] = set()
+    work = list(itertools.product(flags.head_dims, flags.seqlens, flags.data))
+    for head_dim, seqlen_k, data in progress(work, "accuracy"):
+        queries = min(flags.queries, seqlen_k)
+        problem = Problem(queries, seqlen_k, flags.heads, flags.heads, head_dim, data=data)
+        arrays = accuracy.draw(problem, seed=flags.seed)
+        if on_gpu:
+            expected = reference_on_device(*arrays)
+        else:
+            expected = accuracy.reference(*arrays, is_causal=False)
+        for who, out in outputs(flags, arrays, problem, skipped):
+            found = accuracy.errors(out, expected)
+            rows.append(
+                results.accuracy_row(
+                    found, **who, data=data, seqlen_k=seqlen_k, head_dim=head_dim, seqlen_q=queries
+                )
+            )
+            if who["impl"].startswith("jax_fa3"):
+                preset = who["preset"] or "native"
+                complaint = accuracy.verdict(preset, data, found)
+                if complaint is not None:
+                    wrong.append(f"{preset}, {data}, {seqlen_k} keys, D {head_dim}: {complaint}")
+    print(check.format_rows(rows))
+    for reason in sorted(skipped):
+        print(f"not measured: {reason}")
+    if flags.json is not None:
+        block = results.meta(skipped=sorted(skipped), dry_run=bool(flags.dry_run))
+        results.write(flags.json, block, rows)
+        print(f"wrote {flags.json}")
+    if flags.plot is not None:
+        plots.accuracy(rows, flags.plot)
+    for complaint in wrong:
+        print(f"beyond its limit: {complaint}")
+    return 1 if wrong or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.exit_with_usage(main))

@@ -1,0 +1,95 @@
+"""Speed of the forward pass over the FlashAttention-3 grid, next to rivals, as JSON rows.
+
+python benchmarks/bench_attention.py --json benchmarks/results/fwd.json
+
+16,384 tokens, width 2,048, head_dim 64 and 128, seqlen 512 to 16k, with and without a causal mask,
+plus batch 16, seqlen 8,192, 16 heads of 128. Ours twice: the kernel alone on quantised inputs, and
+whole calls from bf16 (`with_quantize`). With --seconds 0.15 the grid takes about three minutes of
+GPU time; compiling comes on top.
+"""
+
+from __future__ import annotations
+
+import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rivals import RIVALS
+
+from jax_fa3._cli import bench, contenders, grid, text
+from jax_fa3._cli.contenders import Contender
+
+PRESETS = ("accurate", "fast")
+NATIVE = ("bf16", "f16")
+QUANTIZE = {"kernel": (False,), "whole": (True,), "both": (False, True)}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    bench.add_grid_flags(made)
+    add = made.add_argument
+    add(
+        "--presets",
+        type=text.comma_list(str, (*PRESETS, "none")),
+        default=list(PRESETS),
+        metavar="LIST",
+        help="fp8 presets: accurate, fast, none (default accurate,fast)",
+    )
+    add(
+        "--native",
+        type=text.comma_list(str, (*NATIVE, "none")),
+        default=["bf16"],
+        metavar="LIST",
+        help="dtypes of the 16-bit kernel: bf16, f16, none (default bf16)",
+    )
+    add("--quantize", choices=QUANTIZE, default="both", help="fp8: the kernel, whole calls or both")
+    add(
+        "--rivals",
+        type=text.comma_list(str, (*RIVALS, "none")),
+        default=["cudnn", "cudnn_fp8", "fa3", "fa3_fp8"],
+        metavar="LIST",
+        help=f"of {', '.join(RIVALS)}, none (default cudnn,cudnn_fp8,fa3,fa3_fp8)",
+    )
+    add("--no-headline", action="store_true", help="leave out batch 16, seqlen 8,192")
+    add("--only-headline", action="store_true", help="nothing but batch 16, seqlen 8,192")
+    return made
+
+
+def groups(flags: argparse.Namespace) -> list[list[Contender]]:
+    """Who takes turns with whom: fp8 with fp8 rivals and cuDNN, 16 bits with 16 bits."""
+    rivals = [RIVALS[key] for key in flags.rivals if key != "none"]
+    found = []
+    fp8 = [
+        contenders.ours(preset, with_quantize=with_quantize)
+        for preset in flags.presets
+        if preset != "none"
+        for with_quantize in QUANTIZE[flags.quantize]
+    ]
+    if fp8:
+        others = [r.contender("fp8") for r in rivals if "fp8" in r.precisions]
+        others += [r.contender("bf16") for r in rivals if r.key == "cudnn"]
+        found.append([*fp8, *others])
+    for dtype in flags.native:
+        if dtype != "none":
+            others = [r.contender(dtype) for r in rivals if dtype in r.precisions]
+            found.append([contenders.ours("native", dtype=dtype), *others])
+    if not found:
+        raise text.UsageError("--presets none with --native none leaves nothing to time")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = parser().parse_args(arguments)
+    shapes = bench.shapes_of(flags)
+    if not flags.dry_run and not flags.no_headline:
+        causal = {"no": (False,), "yes": (True,), "both": (False, True)}[flags.causal]
+        shapes = grid.headline(causal) if flags.only_headline else shapes + grid.headline(causal)
+    entrants = groups(flags)
+    rows, skipped = bench.time_shapes(flags, shapes, lambda _: entrants)
+    return bench.finish(flags, rows, skipped)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.exit_with_usage(main))

@@ -1,0 +1,173 @@
+"""Writes the tables between the markers of README.md and benchmarks/README.md from result files.
+
+python benchmarks/table.py benchmarks/results/a.json [b.json ...]           # both files
+python benchmarks/table.py benchmarks/results/a.json --check                # 1 if they would change
+
+README.md gets a short table, benchmarks/README.md every row.
+"""
+
+from __future__ import annotations
+
+import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_fa3._cli import grid, text
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
+Rows = list[dict[str, Any]]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column is text and the others numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def variant(row: dict[str, Any]) -> str:
+    """Column title of a timing or accuracy row."""
+    name = f"{row['impl']} {row['preset'] or row['precision']}"
+    if row["impl"] in ("cudnn_fp8", "fa3_fp8"):
+        name = row["impl"]
+    return name + (" + quantise" if row.get("with_quantize") else "")
+
+
+def shape_name(row: dict[str, Any]) -> str:
+    return grid.Shape(**{f: row[f] for f in grid.Shape.__dataclass_fields__}).name
+
+
+def speed_table(rows: Rows) -> str:
+    """TFLOP/s: a line per shape, a column per variant. Each variant's first row of a shape counts
+    (a rival may appear in several comparisons)."""
+    columns = list(dict.fromkeys(map(variant, rows)))
+    columns.sort(key=lambda name: not name.startswith("jax_fa3"))
+    lines = []
+    for shape in dict.fromkeys(map(shape_name, rows)):
+        own: dict[str, str] = {}
+        for row in rows:
+            if shape_name(row) == shape:
+                own.setdefault(variant(row), f"{row['tflops']:.0f}")
+        lines.append([shape, *(own.get(column, "-") for column in columns)])
+    return markdown(["shape", *columns], lines)
+
+
+def ratio_table(rows: Rows) -> str:
+    """Our speed over each rival's, from interleaved pairs."""
+    ours = [row for row in rows if row["ratio"]]
+    rivals = list(dict.fromkeys(rival for row in ours for rival in row["ratio"]))
+    lines = [
+        [f"{shape_name(row)} {variant(row)}"]
+        + [f"{row['ratio'][r]:.2f}" if r in row["ratio"] else "-" for r in rivals]
+        for row in ours
+    ]
+    return markdown(["ours", *(f"/ {rival}" for rival in rivals)], lines)
+
+
+def accuracy_table(rows: Rows) -> str:
+    lines = []
+    for row in rows:
+        numbers = [
+            "not finite" if row[n] is None else format(row[n], ".6f" if n == "cosine" else ".2e")
+            for n in ("rmse", "rel_l2", "cosine", "max_abs")
+        ]
+        what = f"{row['data']}, {row['seqlen_k']} keys, D {row['head_dim']}: {variant(row)}"
+        lines.append([what, *numbers])
+    return markdown(["inputs: variant", "RMSE", "relative L2", "cosine", "largest"], lines)
+
+
+def source_line(meta: dict[str, Any]) -> str:
+    """Where the numbers come from, in one sentence."""
+    versions = meta.get("versions", {})
+    parts = [str(meta.get("card", "unknown card"))]
+    if "driver" in meta:
+        parts.append(f"driver {meta['driver']}")
+    if "power_limit_w" in meta:
+        parts.append(f"{meta['power_limit_w']:.0f} W")
+    parts += [f"{name} {versions[name]}" for name in ("jax", "jax_fa3") if name in versions]
+    return f"{', '.join(parts)}; {meta.get('date', 'unknown date')[:10]}."
+
+
+def short(meta: dict[str, Any], rows: Rows) -> str:
+    """For README.md, head_dim 128: sustained speed at seqlen 2k, 8k, 16k; errors at 8k keys."""
+    speed = [
+        r
+        for r in rows
+        if r["kind"] == "fwd"
+        and r["regime"] == "sustained"
+        and r["head_dim"] == 128
+        and r["seqlen_q"] in (2048, 8192, 16_384)
+    ]
+    accurate = [
+        r
+        for r in rows
+        if r["kind"] == "accuracy" and r["seqlen_k"] == 8192 and r["head_dim"] == 128
+    ]
+    if not speed and not accurate:
+        raise text.UsageError(
+            "no row for README.md: head_dim 128 with seqlen 2,048, 8,192 or 16,384"
+        )
+    parts = [source_line(meta)]
+    if speed:
+        parts += [
+            "TFLOP/s of the forward pass, sustained (causal counts half):",
+            speed_table(speed),
+        ]
+    if accurate:
+        parts += ["Errors against float64:", accuracy_table(accurate)]
+    return "\n\n".join(parts)
+
+
+def full(meta: dict[str, Any], rows: Rows) -> str:
+    """For benchmarks/README.md: everything."""
+    parts = [source_line(meta), f"Command: `{meta.get('command', 'unknown')}`."]
+    for regime in ("sustained", "burst"):
+        timed = [r for r in rows if r["kind"] == "fwd" and r["regime"] == regime]
+        if timed:
+            parts += [f"Forward, {regime}, TFLOP/s (causal counts half):", speed_table(timed)]
+            if any(r["ratio"] for r in timed):
+                parts += ["Our speed over a rival's, interleaved pairs:", ratio_table(timed)]
+    errors = [r for r in rows if r["kind"] == "accuracy"]
+    if errors:
+        parts += ["Errors against float64:", accuracy_table(errors)]
+    return "\n\n".join(parts)
+
+
+def replaced(content: str, body: str, name: str) -> str:
+    """content with what stands between the markers exchanged."""
+    if content.count(BEGIN) != 1 or content.count(END) != 1:
+        raise text.UsageError(f"{name} must hold {BEGIN} and {END} once each")
+    before, rest = content.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n{body}\n{END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("files", type=harness.existing_results, nargs="+", help="result files")
+    made.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    made.add_argument("--details", type=Path, default=ROOT / "benchmarks" / "README.md")
+    made.add_argument("--check", action="store_true", help="write nothing; 1 if a table is old")
+    flags = made.parse_args(arguments)
+    meta, rows = harness.merge(flags.files)
+    if meta.get("dry_run"):
+        raise text.UsageError("these files come from a dry run")
+    old = []
+    for path, make in ((flags.readme, short), (flags.details, full)):
+        content = path.read_text(encoding="utf-8")
+        updated = replaced(content, make(meta, rows), path.name)
+        if updated == content:
+            continue
+        old.append(path.name)
+        if not flags.check:
+            path.write_text(updated, encoding="utf-8")
+    print(f"{'would change' if flags.check else 'changed'}: {', '.join(old) or 'nothing'}")
+    return 1 if flags.check and old else 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.exit_with_usage(main))

@@ -1,0 +1,214 @@
+"""`python -m jax_fa3 bench`: speed over a grid next to cuDNN; table, JSON and plot."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_fa3._cli import contenders, gpu_state, grid, plots, results, text
+from jax_fa3._cli.contenders import Contender
+from jax_fa3._cli.progress import progress
+from jax_fa3._cli.timing import REGIMES
+
+_PRESETS = ("accurate", "fast", "native")
+_CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the sub-command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench",
+        help="time a grid of sizes next to cuDNN: table, JSON, plot",
+        description=(
+            "Times jax_fa3.attention and cuDNN in turns on one GPU. Whole calls from bf16 inputs; "
+            "benchmarks/bench_attention.py of the source tree also times the kernel alone and "
+            "more rivals."
+        ),
+    )
+    add_grid_flags(parser)
+    parser.add_argument(
+        "--presets",
+        type=text.comma_list(str, _PRESETS),
+        default=list(_PRESETS),
+        metavar="LIST",
+        help=f"of {', '.join(_PRESETS)} (default: all)",
+    )
+    parser.add_argument("--no-cudnn", action="store_true", help="leave cuDNN out")
+    parser.set_defaults(run=run)
+
+
+def add_grid_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of every program that times a grid; `shapes_of` reads them."""
+    add = parser.add_argument
+    add(
+        "--head-dims",
+        type=text.comma_list(text.positive_int),
+        default=list(grid.HEAD_DIMS),
+        metavar="LIST",
+        help="default 64,128",
+    )
+    add(
+        "--seqlens",
+        type=text.comma_list(text.positive_int),
+        default=list(grid.SEQLENS),
+        metavar="LIST",
+        help="default 512,1024,2048,4096,8192,16384",
+    )
+    add("--causal", choices=_CAUSAL, default="both", help="default both")
+    add("--tokens", type=text.positive_int, default=grid.TOKENS, help="batch * seqlen (16384)")
+    add("--hidden", type=text.positive_int, default=grid.HIDDEN, help="heads * head_dim (2048)")
+    add("--regime", choices=REGIMES, default="sustained", help="default sustained")
+    add(
+        "--seconds",
+        type=text.positive_float,
+        metavar="S",
+        help="length of one turn (default: 0.3 sustained, 0.018 burst)",
+    )
+    add("--rounds", type=text.positive_int, default=3, help="turns of each contender (default 3)")
+    add("--json", type=Path, metavar="FILE", help="write a result file")
+    add("--plot", type=Path, metavar="FILE", help="write a plot (needs matplotlib)")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="tiny sizes on any device, to try the program; its numbers mean nothing",
+    )
+
+
+def shapes_of(flags: argparse.Namespace) -> list[grid.Shape]:
+    """The grid that the flags ask for.
+
+    Raises: UsageError without a GPU, unless it is a dry run.
+    """
+    if flags.plot is not None:
+        plots.require()
+    causal = _CAUSAL[flags.causal]
+    if flags.dry_run:
+        return [grid.square(1, 48, 2, head_dim, c) for head_dim in flags.head_dims for c in causal]
+    if jax.default_backend() != "gpu":
+        raise text.UsageError(
+            f"timing needs a GPU; this process runs on {jax.default_backend()}. "
+            "Pass --dry-run to try the program."
+        )
+    shapes = grid.grid(
+        flags.head_dims, flags.seqlens, causal, tokens=flags.tokens, hidden=flags.hidden
+    )
+    return shapes
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Times the grid and prints it."""
+    shapes = shapes_of(flags)
+    entrants = [contenders.ours(preset) for preset in flags.presets]
+    if not flags.no_cudnn:
+        entrants.append(contenders.cudnn())
+    rows, skipped = time_shapes(flags, shapes, lambda _: [entrants])
+    return finish(flags, rows, skipped)
+
+
+def time_shapes(
+    flags: argparse.Namespace,
+    shapes: list[grid.Shape],
+    groups_for: Callable[[grid.Shape], list[list[Contender]]],
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Times every group of contenders on every shape.
+
+    Args:
+      groups_for: contenders that take turns with each other, per shape.
+    Returns: timing rows, and {"shape", "contender", "reason"} for each that could not run.
+    """
+    rows: list[dict[str, Any]] = []
+    skipped: list[dict[str, str]] = []
+    turn_s, rounds = flags.seconds, flags.rounds
+    if flags.dry_run:
+        turn_s, rounds = 0.001, min(rounds, 2)
+    with gpu_state.sampling() as samples:
+        for shape in progress(shapes, "bench"):
+            for group in groups_for(shape):
+                done = contenders.compare(
+                    shape, group, regime=flags.regime, rounds=rounds, turn_s=turn_s
+                )
+                skipped += [
+                    {"shape": shape.name, "contender": label, "reason": reason}
+                    for label, reason in done.skipped.items()
+                ]
+                rivals = {c.label: rival_key(c) for c in group if not c.is_ours}
+                for contender in group:
+                    if contender.label not in done.turns:
+                        continue
+                    turns = done.turns[contender.label]
+                    ratios: dict[str, float] = {}
+                    if contender.is_ours:
+                        by_label = done.ratios(contender.label, list(rivals))
+                        ratios = {rivals[label]: value for label, value in by_label.items()}
+                    rows.append(
+                        results.timing_row(
+                            shape,
+                            turns,
+                            impl=contender.impl,
+                            precision=contender.precision,
+                            preset=contender.preset,
+                            regime=flags.regime,
+                            with_quantize=contender.with_quantize,
+                            ratio=ratios,
+                            state=samples.during(turns.spans),
+                        )
+                    )
+    return rows, skipped
+
+
+def rival_key(contender: Contender) -> str:
+    """Key of a rival in `ratio`; its dtype is named when it is not the usual one."""
+    usual = "fp8" if contender.impl.endswith("fp8") else "bf16"
+    if contender.precision == usual:
+        return contender.impl
+    return f"{contender.impl}_{contender.precision}"
+
+
+def finish(
+    flags: argparse.Namespace, rows: list[dict[str, Any]], skipped: list[dict[str, str]]
+) -> int:
+    """Prints and writes what was timed; 1 when nothing of ours ran."""
+    print(format_rows(rows))
+    reasons = {(entry["contender"], entry["reason"]) for entry in skipped}
+    for contender, reason in sorted(reasons):
+        count = sum((e["contender"], e["reason"]) == (contender, reason) for e in skipped)
+        print(f"not timed ({count} shapes): {contender}: {reason}")
+    if flags.dry_run:
+        print("dry run: these numbers mean nothing")
+    if flags.json is not None:
+        block = results.meta(skipped=skipped, dry_run=bool(flags.dry_run))
+        results.write(flags.json, block, rows)
+        print(f"wrote {flags.json}")
+    if flags.plot is not None:
+        plots.speed(rows, flags.plot)
+        print(f"wrote {flags.plot}")
+    return 0 if any(row["impl"].startswith("jax_fa3") for row in rows) else 1
+
+
+def format_rows(rows: list[dict[str, Any]]) -> str:
+    """Timing rows as a table."""
+
+    def one(row: dict[str, Any]) -> list[str]:
+        names = {field: row[field] for field in grid.Shape.__dataclass_fields__}
+        what = row["preset"] or row["precision"]
+        if row["with_quantize"]:
+            what += " +quantise"
+        ratios = ", ".join(f"{value:.2f} x {rival}" for rival, value in row["ratio"].items())
+        clock = f"{row['sm_clock_mhz']:.0f}" if "sm_clock_mhz" in row else "-"
+        return [
+            grid.Shape(**names).name,
+            row["impl"],
+            what,
+            f"{row['ms']:.3f}",
+            f"{row['ms_lo']:.3f}-{row['ms_hi']:.3f}",
+            f"{row['tflops']:.0f}",
+            clock,
+            ratios,
+        ]
+
+    header = ["shape", "impl", "variant", "ms", "range", "TFLOP/s", "MHz", "speed"]
+    return text.table(header, map(one, rows))

@@ -1,0 +1,214 @@
+"""Who takes part in a timing: our variants, cuDNN, and whoever benchmarks/ adds.
+
+A contender says for each shape that it is ready (a `Side`) or why it is not (`Unavailable`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_fa3
+from jax_fa3 import _compat, _explain, _ffi
+from jax_fa3._cli.accuracy import PRESETS, options
+from jax_fa3._cli.grid import Shape
+from jax_fa3._cli.timing import REGIMES, Side, Turns, jax_side, speed_ratio, take_turns
+
+JAX_DTYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+
+
+class Unavailable(Exception):
+    """This contender cannot run this shape here; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """Attributes:
+    impl: jax_fa3, jax_fa3_xla or a rival's key.
+    precision: fp8, bf16 or f16.
+    preset: of jax_fa3 in fp8, else None.
+    with_quantize: whether the time holds the conversion from 16-bit inputs.
+    build: makes the Side for a shape; raises Unavailable.
+    """
+
+    impl: str
+    precision: str
+    preset: str | None
+    with_quantize: bool
+    build: Callable[[Shape], Side]
+
+    @property
+    def label(self) -> str:
+        """Unique within one comparison."""
+        parts = [self.impl, self.precision if self.preset is None else self.preset]
+        return " ".join([*parts, *(["with quantise"] if self.with_quantize else [])])
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether rows of this contender carry ratios."""
+        return self.impl.startswith("jax_fa3")
+
+
+def inputs(shape: Shape, dtype: Any, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normal query, key, value of a shape, drawn on the device."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    kv = (shape.batch, shape.seqlen_k, shape.num_heads_kv, shape.head_dim)
+    sizes = ((shape.batch, shape.seqlen_q, shape.num_heads_q, shape.head_dim), kv, kv)
+    query, key, value = (
+        # Not drawn in float8, which has too few numbers to draw from.
+        jax.random.normal(k, size, jnp.bfloat16).astype(dtype)
+        for k, size in zip(keys, sizes, strict=True)
+    )
+    return query, key, value
+
+
+def kernels_run() -> bool:
+    """Whether this process has a GPU that our kernels can run on."""
+    return bool(_compat.cuda_capabilities()) and _explain.missing_reason() is None
+
+
+def ours(preset: str, *, dtype: str = "bf16", with_quantize: bool = True) -> Contender:
+    """`jax_fa3.attention` (or, without with_quantize, the fp8 kernel alone on quantised inputs).
+
+    Args:
+      preset: a name in PRESETS; "native" is the 16-bit kernel, which quantises nothing.
+    Where no kernel runs, the XLA path takes part under the name jax_fa3_xla.
+    """
+    native = preset == "native"
+    runs = kernels_run()
+
+    def build(shape: Shape) -> Side:
+        operands = inputs(shape, JAX_DTYPES[dtype])
+        if not native and not with_quantize:
+            if not runs:
+                raise Unavailable("the kernel alone needs a GPU that it can run on")
+            return _kernel_alone(shape, operands, preset)
+
+        def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+            return jax_fa3.attention(
+                q,
+                k,
+                v,
+                is_causal=shape.is_causal,
+                implementation="cuda" if runs else "xla",
+                **options(preset),
+            )
+
+        try:
+            return jax_side(call, *operands)
+        except (NotImplementedError, RuntimeError) as error:
+            raise Unavailable(_first_line(error)) from error
+
+    return Contender(
+        impl="jax_fa3" if runs else "jax_fa3_xla",
+        precision=dtype if native else "fp8",
+        preset=None if native else preset,
+        with_quantize=with_quantize and not native,
+        build=build,
+    )
+
+
+def cudnn(dtype: str = "bf16") -> Contender:
+    """`jax.nn.dot_product_attention(implementation="cudnn")`."""
+
+    def build(shape: Shape) -> Side:
+        if jax.default_backend() != "gpu":
+            raise Unavailable("cuDNN needs a GPU")
+
+        def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+            return jax.nn.dot_product_attention(
+                q, k, v, is_causal=shape.is_causal, implementation="cudnn"
+            )
+
+        try:
+            return jax_side(call, *inputs(shape, JAX_DTYPES[dtype]))
+        except Exception as error:  # whatever a rival raises must not end our run
+            raise Unavailable(_first_line(error)) from error
+
+    return Contender("cudnn", dtype, None, False, build)
+
+
+@dataclasses.dataclass
+class Comparison:
+    """One shape, timed: turns and clocks by label, and who could not take part."""
+
+    turns: dict[str, Turns]
+    skipped: dict[str, str]
+
+    def ratios(self, label: str, rivals: list[str]) -> dict[str, float]:
+        """Speed of `label` over that of each rival that ran."""
+        return {
+            rival: speed_ratio(self.turns[label], self.turns[rival])
+            for rival in rivals
+            if rival in self.turns
+        }
+
+
+def compare(
+    shape: Shape,
+    contenders: list[Contender],
+    *,
+    regime: str,
+    rounds: int,
+    turn_s: float | None = None,
+) -> Comparison:
+    """Builds every contender for the shape and lets those that can run take turns."""
+    sides: dict[str, Side] = {}
+    skipped: dict[str, str] = {}
+    for contender in contenders:
+        try:
+            sides[contender.label] = contender.build(shape)
+        except Unavailable as error:
+            skipped[contender.label] = str(error)
+    if not sides:
+        return Comparison({}, skipped)
+    return Comparison(take_turns(sides, REGIMES[regime], rounds, turn_s=turn_s), skipped)
+
+
+def _kernel_alone(
+    shape: Shape, operands: tuple[jax.Array, jax.Array, jax.Array], preset: str
+) -> Side:
+    quantization = PRESETS[preset]
+    if quantization is None:
+        raise Unavailable("native quantises nothing")
+    query, key, value = operands
+    plan = jax_fa3.explain(query, key, value, is_causal=shape.is_causal, quantization=quantization)
+    if plan.path != "cuda":
+        raise Unavailable(dict(plan.not_taken)["cuda"])
+    lead = (shape.batch, shape.num_heads_kv)
+
+    def quantize(q: jax.Array, k: jax.Array, v: jax.Array) -> _ffi.Images:
+        return _ffi.quantize_operands(
+            q,
+            k,
+            v,
+            jnp.full(lead, shape.head_dim**-0.5 * math.log2(math.e), jnp.float32),
+            jnp.ones(lead, jnp.float32),
+            image_dtype=jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
+            hadamard=bool(quantization.hadamard),  # "auto" is on for 64 and 128
+            smooth_key=quantization.smooth_key,
+            center_value=quantization.center_value,
+        )
+
+    def call(*images: jax.Array) -> Any:
+        return _ffi.fwd_fp8(
+            _ffi.Images(*images),
+            seqlen_q=shape.seqlen_q,
+            seqlen_k=shape.seqlen_k,
+            is_causal=shape.is_causal,
+            bottom_right=True,
+            linear_exp=quantization.softmax == "linear",
+            out_dtype=query.dtype,
+        )
+
+    return jax_side(call, *jax.jit(quantize)(query, key, value))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

@@ -1,0 +1,267 @@
+"""The programs of benchmarks/ and scripts/gpu_check.sh, as far as a machine without a GPU can."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.helpers import BENCHMARKS, ROOT, run
+
+import jax_fa3
+
+MATPLOTLIB = pytest.mark.skipif(
+    run("-c", "import matplotlib", cwd=ROOT).returncode != 0, reason="needs the bench extra"
+)
+
+
+def timing_row(**fields):
+    return {
+        "kind": "fwd", "impl": "jax_fa3", "precision": "fp8", "preset": "accurate", "batch": 8,
+        "seqlen_q": 2048, "seqlen_k": 2048, "num_heads_q": 16, "num_heads_kv": 16,
+        "head_dim": 128, "is_causal": False, "regime": "sustained", "with_quantize": False,
+        "tflops": 812.3, "ms": 1.0, "ms_lo": 0.9, "ms_hi": 1.1, "ratio": {"fa3_fp8": 1.064},
+        **fields,
+    }  # fmt: skip
+
+
+def accuracy_row(**fields):
+    return {
+        "kind": "accuracy", "impl": "jax_fa3", "precision": "fp8", "preset": "accurate",
+        "data": "normal", "seqlen_k": 8192, "head_dim": 128, "rmse": 1e-3, "rel_l2": 0.05,
+        "cosine": 0.999, "max_abs": 0.02, **fields,
+    }  # fmt: skip
+
+
+META = {
+    "card": "NVIDIA H200", "driver": "580", "power_limit_w": 700.0, "versions": {"jax": "0.10.2"},
+    "command": "bench_attention.py", "date": "2030-01-02 03:04 UTC",
+}  # fmt: skip
+
+
+@pytest.fixture
+def result_file(tmp_path):
+    path = tmp_path / "all.json"
+    rows = [
+        timing_row(),
+        timing_row(impl="fa3_fp8", preset=None, tflops=763.4, ratio={}),
+        timing_row(regime="burst", tflops=901.0),
+        accuracy_row(),
+        accuracy_row(impl="fa3_fp8", preset=None, rel_l2=0.0532),
+        accuracy_row(seqlen_k=131_072, rel_l2=None, rmse=None, cosine=None, max_abs=None),
+    ]
+    path.write_text(json.dumps({"meta": META, "rows": rows}))
+    return path
+
+
+@pytest.fixture
+def readmes(tmp_path):
+    paths = [tmp_path / "README.md", tmp_path / "DETAILS.md"]
+    for path in paths:
+        path.write_text("before\n<!-- table:begin -->\nold\n<!-- table:end -->\nafter\n")
+    return paths
+
+
+def table(result_file, readmes, *flags):
+    files = ["--readme", readmes[0], "--details", readmes[1]]
+    return run(BENCHMARKS / "table.py", result_file, *files, *flags, cwd=result_file.parent)
+
+
+def test_table_fills_both_files(result_file, readmes):
+    done = table(result_file, readmes)
+    assert done.returncode == 0, done.stderr
+    short, full = (path.read_text() for path in readmes)
+    for content in (short, full):
+        assert content.startswith("before\n<!-- table:begin -->\n")
+        assert content.endswith("<!-- table:end -->\nafter\n")
+        assert "old" not in content
+        assert "NVIDIA H200, driver 580, 700 W, jax 0.10.2; 2030-01-02." in content
+        assert "| shape | jax_fa3 accurate | fa3_fp8 |" in content
+        assert "| B8_S2048_H16_D128_n | 812 | 763 |" in content
+        assert "| normal, 8192 keys, D 128: fa3_fp8 | 1.00e-03 | 5.32e-02 |" in content
+    assert "| B8_S2048_H16_D128_n jax_fa3 accurate | 1.06 |" in full
+    assert "Forward, burst" in full
+    assert "not finite" in full
+    assert "burst" not in short
+
+
+def test_table_check_tells_old_from_new(result_file, readmes):
+    assert table(result_file, readmes, "--check").returncode == 1
+    assert "old" in readmes[0].read_text()
+    assert table(result_file, readmes).returncode == 0
+    assert table(result_file, readmes, "--check").returncode == 0
+
+
+def test_table_refuses_a_dry_run_and_lost_markers(result_file, readmes):
+    readmes[0].write_text("no markers")
+    done = table(result_file, readmes)
+    assert done.returncode == 2
+    assert "README.md must hold <!-- table:begin -->" in done.stderr
+    content = json.loads(result_file.read_text())
+    content["meta"]["dry_run"] = True
+    result_file.write_text(json.dumps(content))
+    done = table(result_file, readmes)
+    assert done.returncode == 2
+    assert "dry run" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["README.md", "benchmarks/README.md"])
+def test_our_files_hold_the_markers(name):
+    content = (ROOT / name).read_text()
+    assert content.count("<!-- table:begin -->") == content.count("<!-- table:end -->") == 1
+
+
+@MATPLOTLIB
+def test_plot_writes_pictures(result_file, tmp_path):
+    done = run(BENCHMARKS / "plot.py", result_file, "--out", tmp_path / "p", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (tmp_path / "p").iterdir()}
+    assert names == {"fwd_sustained.png", "fwd_burst.png", "accuracy.png"}
+
+
+def test_a_file_that_is_no_result_is_bad_usage(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    done = run(BENCHMARKS / "plot.py", tmp_path / "x.json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is no result file" in done.stderr
+
+
+@pytest.mark.slow
+def test_bench_attention_dry_run(tmp_path):
+    path = tmp_path / "fwd.json"
+    flags = ["--dry-run", "--head-dims", "64", "--causal", "yes", "--native", "bf16,f16"]
+    rivals = ["--rivals", "cudnn,cudnn_fp8,fa3,fa3_fp8,fa3jax,tokamax"]
+    done = run(BENCHMARKS / "bench_attention.py", *flags, *rivals, "--json", path, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    assert content["meta"]["dry_run"] is True
+    kinds = {(row["preset"], row["precision"]) for row in content["rows"]}
+    assert kinds == {("accurate", "fp8"), ("fast", "fp8"), (None, "bf16"), (None, "f16")}
+    skipped = {entry["contender"]: entry["reason"] for entry in content["meta"]["skipped"]}
+    for key in ("cudnn bf16", "cudnn_fp8 fp8", "fa3 bf16", "fa3_fp8 fp8", "tokamax bf16"):
+        assert "needs a GPU" in skipped[key]
+    assert "the kernel alone needs a GPU" in skipped["jax_fa3_xla accurate"]
+
+
+def test_bench_attention_needs_a_gpu(tmp_path):
+    done = run(BENCHMARKS / "bench_attention.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "timing needs a GPU" in done.stderr
+
+
+@pytest.mark.slow
+def test_accuracy_dry_run(tmp_path):
+    path = tmp_path / "accuracy.json"
+    flags = ["--dry-run", "--head-dims", "64", "--presets", "accurate,per_tensor,native"]
+    done = run(BENCHMARKS / "accuracy.py", *flags, "--json", path, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["data"] for row in rows} == {"normal", "outlier", "biased", "ones", "uniform"}
+    assert len(rows) == 2 * 5 * 3
+
+
+DEVICE_REFERENCE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import accuracy as program
+import numpy as np
+from jax_fa3._cli import accuracy
+arrays = accuracy.draw(accuracy.Problem(70, 131, 2, 2, 32))
+got = program.reference_on_device(*arrays)
+assert got.dtype == np.float64
+print(abs(got - accuracy.reference(*arrays, is_causal=False)).max() < 1e-12)
+"""
+
+
+def test_device_reference_is_float64(tmp_path):
+    done = run("-c", DEVICE_REFERENCE, BENCHMARKS, cwd=tmp_path)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+LOWER_RIVALS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import jax
+import jax.numpy as jnp
+from rivals import RIVALS
+x = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.float8_e4m3fn)
+fn = RIVALS["cudnn_fp8"].function("fp8", is_causal=True)
+print(jax.eval_shape(fn, x, x, x).shape)
+"""
+
+
+def test_private_fp8_call_still_fits_jax(tmp_path):
+    """Traces the call into JAX's private module, as far as that works without cuDNN."""
+    done = run("-c", LOWER_RIVALS, BENCHMARKS, cwd=tmp_path)
+    if "cuDNN" in done.stderr:
+        assert "TypeError" not in done.stderr
+    else:
+        assert done.stdout.strip() == "(2, 256, 4, 128)", done.stderr
+
+
+# ---- scripts/gpu_check.sh ------------------------------------------------------------------------
+
+
+def gpu_check(*flags):
+    """Runs the script with the Python of this test."""
+    env = {**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1])}
+    env["JAX_PLATFORMS"] = "cpu"
+    env.pop("XLA_FLAGS", None)
+    command = ["bash", str(ROOT / "scripts/gpu_check.sh"), "--python", sys.executable, *flags]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=500, check=False, env=env
+    )
+
+
+@pytest.mark.slow
+def test_gpu_check_dry_run_writes_one_file(tmp_path):
+    out = tmp_path / "check.json"
+    flags = ["--dry-run", "--no-build", "--skip", "selfcheck,racecheck,synccheck,tests"]
+    done = gpu_check(*flags, "--out", str(out), "--logs", str(tmp_path / "logs"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip().endswith("gpu_check: ok")
+    content = json.loads(out.read_text())
+    status = {phase["name"]: phase["status"] for phase in content["meta"]["phases"]}
+    assert [name for name, value in status.items() if value == "passed"] == [
+        "memcheck",
+        "speed",
+        "accuracy",
+    ]
+    assert "15 calls, 0 wrong" in content["meta"]["phases"][3]["detail"]
+    assert content["meta"]["command"].startswith("scripts/gpu_check.sh ")
+    assert {row["kind"] for row in content["rows"]} == {"fwd", "accuracy"}
+
+
+def test_gpu_check_counts_a_timeout_as_failure(tmp_path):
+    out = tmp_path / "check.json"
+    flags = ["--dry-run", "--only", "memcheck", "--limit", "memcheck=1", "--out", str(out)]
+    done = gpu_check(*flags, "--logs", str(tmp_path / "logs"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "gpu_check: NOT ok: memcheck" in done.stdout
+    phases = json.loads(out.read_text())["meta"]["phases"]
+    assert {p["name"]: p["status"] for p in phases}["memcheck"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--skip", "lunch"], "there is no phase 'lunch'"),
+        (["--limit", "tests"], "--limit must be PHASE=SECONDS"),
+        (["--fast"], "there is no flag '--fast'"),
+        (["--out"], "--out needs a value"),
+    ],
+)
+def test_gpu_check_bad_usage(flags, words):
+    done = gpu_check(*flags)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_gpu_check_help():
+    done = gpu_check("--help")
+    assert done.returncode == 0
+    assert "Phases, in order:" in done.stdout
+    assert "set -euo" not in done.stdout

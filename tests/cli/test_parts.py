@@ -1,0 +1,264 @@
+"""The parts below the commands: reference, errors, limits, turns, samples, result files."""
+
+from __future__ import annotations
+
+import math
+import stat
+import sys
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import numpy_reference
+
+from jax_fa3._cli import accuracy, contenders, gpu_state, grid, results, timing
+from jax_fa3._cli.accuracy import Errors, Problem
+from jax_fa3._cli.contenders import Contender, Unavailable
+from jax_fa3._cli.progress import progress
+from jax_fa3._cli.timing import REGIMES, Regime, Side, Turns
+
+FAST_SIDE = Side(lambda: None, lambda _: None)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(11, 17), (17, 11)])
+def test_reference_is_the_oracle(is_causal, seqlen_q, seqlen_k):
+    arrays = accuracy.draw(Problem(seqlen_q, seqlen_k, 6, 3, 16, batch=2))
+    got = accuracy.reference(*arrays, is_causal=is_causal, rows_at_once=4)
+    wanted, _ = numpy_reference.attention(*arrays, is_causal=is_causal)
+    np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_distributions_are_what_they_say():
+    def values(data):
+        _, key, value = accuracy.draw(Problem(2, 4096, 2, 2, 32, data=data))
+        return key.astype(np.float64), value.astype(np.float64)
+
+    key, _ = values("normal")
+    assert abs(key.mean()) < 0.01
+    assert abs(key.std() - 1) < 0.01
+    key, _ = values("outlier")
+    assert 1e-4 < (abs(key) > 6).mean() < 1e-3
+    key, _ = values("biased")
+    assert abs(key.mean(axis=1)).mean() > 0.3
+    assert (values("ones")[1] == 1).all()
+    assert abs(values("uniform")[1].mean() - 1) < 0.02
+
+
+def test_errors_of_a_known_difference():
+    expected = np.full((1, 2, 1, 2), 2.0)
+    found = accuracy.errors(expected + np.array([0.3, -0.3]), expected)
+    assert found.rmse == pytest.approx(0.3)
+    assert found.rel_l2 == pytest.approx(0.15)
+    assert found.max_abs == pytest.approx(0.3)
+    assert found.cosine == pytest.approx(16 / 4 / math.sqrt(2 * 2.3**2 + 2 * 1.7**2))
+    with pytest.raises(ValueError, match=r"out must have shape \(1, 2, 1, 2\); got \(2,\)"):
+        accuracy.errors(np.ones(2), expected)
+
+
+@pytest.mark.parametrize(
+    ("preset", "data", "errors", "words"),
+    [
+        ("accurate", "normal", Errors(0, 0.06, 1, 0), None),
+        ("accurate", "normal", Errors(0, 0.2, 1, 0), "relative L2 error 0.2, limit 0.08"),
+        ("per_tensor", "normal", Errors(0, 0.2, 1, 0), None),
+        ("per_tensor", "normal", Errors(*[math.nan] * 4), "NaN or infinity"),
+        ("fast", "ones", Errors(0, 0, 1, 0.5), "largest error 0.5, limit 0.01"),
+        ("native", "uniform", Errors(0, 0.02, 1, 0), "relative L2 error 0.02, limit 0.01"),
+    ],
+)
+def test_verdict(preset, data, errors, words):
+    complaint = accuracy.verdict(preset, data, errors)
+    assert complaint is None if words is None else words in complaint
+
+
+def test_grid_is_the_papers():
+    shapes = grid.grid() + grid.headline()
+    assert len({shape.name for shape in shapes}) == 26
+    first = shapes[0]
+    assert (first.name, first.batch, first.num_heads_q) == ("B32_S512_H32_D64_n", 32, 32)
+    assert all(s.batch * s.seqlen_q == 16_384 for s in shapes[:-2])
+    assert first.flops == 4 * 16_384 * 512 * 2048
+    assert shapes[-1].name == "B16_S8192_H16_D128_c"
+    assert shapes[-1].flops * 2 == shapes[-2].flops
+
+
+def test_turns_alternate_and_rotate():
+    order = []
+
+    def side(name):
+        return Side(lambda: order.append(name), lambda _: None)
+
+    regime = Regime("test", 0.0, 1e-4)  # one launch per turn, idling instead of a lead
+    turns = timing.take_turns({"a": side("a"), "b": side("b")}, regime, 4)
+    assert "".join(order[-8:]) == "abbaabba"
+    assert [len(turns[name].ms) for name in "ab"] == [4, 4]
+    assert all(start < end for start, end in turns["a"].spans)
+
+
+def test_a_slower_side_is_measured_slower():
+    def sleeper(seconds):
+        return Side(lambda: time.sleep(seconds), lambda _: None)
+
+    sides = {"slow": sleeper(4e-3), "fast": sleeper(1e-3)}
+    turns = timing.take_turns(sides, REGIMES["sustained"], 3, turn_s=0.02)
+    assert 3.5 < turns["slow"].median < 12
+    assert timing.speed_ratio(turns["fast"], turns["slow"]) > 1.5
+
+
+def test_launches_in_one_program_are_divided_out():
+    def launch():
+        time.sleep(8e-3)
+
+    turns = timing.take_turns(
+        {"eight": Side(launch, lambda _: None, 8)}, REGIMES["burst"], 1, turn_s=0.01
+    )
+    assert 0.9 < turns["eight"].median < 3
+
+
+def test_ratio_is_taken_within_rounds():
+    assert timing.speed_ratio(Turns([1.0, 10.0, 2.0]), Turns([2.0, 20.0, 4.0])) == 2.0
+
+
+def test_nothing_to_time_is_an_error():
+    with pytest.raises(ValueError, match="take_turns: sides and rounds"):
+        timing.take_turns({}, REGIMES["burst"], 1)
+
+
+def test_short_calls_are_put_into_one_program(monkeypatch):
+    """On a GPU; here the barrier must keep eight computations, none of them shared."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "_SHORT_S", math.inf)
+    side = timing.jax_side(lambda x: x @ x, jnp.ones((8, 8)))
+    assert side.launches == 8
+    outs = side.launch()
+    side.wait(outs)
+    assert [float(out[0, 0]) for out in outs] == [8.0] * 8
+
+
+def test_merged_launches_are_noticed(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(timing, "_SHORT_S", math.inf)
+    counts = iter([3, 1])  # the program with eight holds three custom calls, a single one holds one
+    monkeypatch.setattr(timing, "_custom_calls", lambda _: next(counts))
+    assert timing.jax_side(lambda x: x @ x, jnp.ones((8, 8))).launches == 1
+
+
+def test_compare_names_who_cannot_run():
+    def refuse(shape):
+        raise Unavailable(f"not today for {shape.name}")
+
+    ours = Contender("jax_fa3", "fp8", "fast", True, lambda _: FAST_SIDE)
+    rival = Contender("cudnn", "bf16", None, False, lambda _: FAST_SIDE)
+    absent = Contender("fa3", "bf16", None, False, refuse)
+    shape = grid.square(1, 8, 1, 64, True)
+    done = contenders.compare(shape, [ours, rival, absent], regime="burst", rounds=2, turn_s=1e-5)
+    assert done.skipped == {"fa3 bf16": "not today for B1_S8_H1_D64_c"}
+    assert set(done.turns) == {"jax_fa3 fast with quantise", "cudnn bf16"}
+    assert set(done.ratios(ours.label, [rival.label, absent.label])) == {"cudnn bf16"}
+
+
+FAKE_SMI = """#!/bin/sh
+case "$*" in
+  *name*) echo "NVIDIA H200, 580.1, 143771, 1980, 700.00" ;;
+  *) while :; do echo "1650, 698.5"; sleep 0.02; done ;;
+esac
+"""
+
+
+def test_card_and_samples_through_nvidia_smi(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(FAKE_SMI)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_state.card_facts() == {
+        "card": "NVIDIA H200",
+        "driver": "580.1",
+        "memory_mib": 143771.0,
+        "max_sm_clock_mhz": 1980.0,
+        "power_limit_w": 700.0,
+    }
+    with gpu_state.sampling() as samples:
+        start = time.perf_counter()
+        time.sleep(0.4)
+        span = (start, time.perf_counter())
+    assert samples.during([span]) == {"sm_clock_mhz": 1650.0, "power_w": 698.5}
+    assert samples.during([(start - 2, start - 1)]) == {}
+
+
+def test_samples_through_nvml(monkeypatch):
+    nvml = types.ModuleType("pynvml")
+    nvml.NVMLError, nvml.NVML_CLOCK_SM = RuntimeError, 1
+    nvml.nvmlInit = lambda: None
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
+    nvml.nvmlDeviceGetClockInfo = lambda handle, clock: 1980
+    nvml.nvmlDeviceGetPowerUsage = lambda handle: 512_000
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with gpu_state.sampling() as samples:
+        start = time.perf_counter()
+        time.sleep(0.2)
+        span = (start, time.perf_counter())
+    assert samples.during([span]) == {"sm_clock_mhz": 1980.0, "power_w": 512.0}
+
+
+def test_no_gpu_tools_mean_no_facts(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_state.card_facts() == {}
+    with gpu_state.sampling() as samples:
+        assert samples.during([(0.0, math.inf)]) == {}
+
+
+def test_result_files_come_back(tmp_path):
+    path = tmp_path / "a" / "b.json"
+    row = results.accuracy_row(
+        Errors(*[math.nan] * 4), impl="x", precision="fp8", preset=None, data="normal",
+        seqlen_k=5, head_dim=64,
+    )  # fmt: skip
+    assert row["rmse"] is None
+    results.write(path, results.meta(note="hello"), [row])
+    meta, rows = results.read(path)
+    assert rows == [row]
+    assert meta["note"] == "hello"
+    assert meta["versions"]["jax"] == jax.__version__
+    assert [p.name for p in path.parent.iterdir()] == ["b.json"]
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="is no result file"):
+        results.read(path)
+
+
+class FakeTerminal:
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_progress_shows_on_a_terminal_only(monkeypatch, capsys):
+    assert list(progress([1, 2], "quiet")) == [1, 2]
+    assert capsys.readouterr().err == ""
+    pytest.importorskip("tqdm", reason="needs the examples extra")
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert list(progress([1, 2], "loud")) == [1, 2]
+    assert "loud" in terminal.text
+
+
+def test_progress_needs_no_tqdm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert list(progress([1, 2], "loud")) == [1, 2]
+    assert terminal.text == ""
