@@ -4,6 +4,7 @@
 #   scripts/gpu_check.sh [--python PYTHON] [--no-build] [--out FILE] [--dry-run]
 #                        [--skip PHASE,...] [--only PHASE,...] [--limit PHASE=SECONDS ...]
 #                        [--turn SECONDS] [--rivals LIST] [--logs FOLDER]
+#                        [--grid "FLAGS"] [--errors "FLAGS"]
 #
 # Phases, in order:
 #   build      pip install of this checkout with its kernels (left out by --no-build: then the
@@ -15,6 +16,8 @@
 #
 # --limit   time limit of a phase; a phase beyond it counts as failed (default below)
 # --turn    length of one timed turn (default 0.15: about three minutes of GPU time for the grid)
+# --grid    more flags for benchmarks/bench_attention.py, --errors for benchmarks/accuracy.py: parts of
+#           the grid on a machine lent for minutes
 # --out     default benchmarks/results/gpu_check.json
 # --logs    default build/gpu_check; what is in it is removed
 # --dry-run runs what a machine without a GPU can: tiny sizes, XLA path, no sanitizer, tests listed
@@ -31,6 +34,8 @@ python=python3
 out=benchmarks/results/gpu_check.json
 work=build/gpu_check
 turn=0.15
+grid=()
+errors=()
 rivals=cudnn,cudnn_fp8,fa3,fa3_fp8
 skip=,
 only=
@@ -47,7 +52,7 @@ while [[ $# -gt 0 ]]; do
     -h | --help) usage; exit 0 ;;
     --no-build) skip+=build, ; shift; continue ;;
     --dry-run) dry=(--dry-run); shift; continue ;;
-    --python | --skip | --only | --limit | --turn | --out | --rivals | --logs)
+    --python | --skip | --only | --limit | --turn | --out | --rivals | --logs | --grid | --errors)
       [[ $# -ge 2 ]] || die "$1 needs a value." ;;
     *) die "there is no flag '$1'; see --help." ;;
   esac
@@ -63,6 +68,8 @@ while [[ $# -gt 0 ]]; do
     --out) out=$2 ;;
     --rivals) rivals=$2 ;;
     --logs) work=$2 ;;
+    --grid) read -ra grid <<<"$2" ;;
+    --errors) read -ra errors <<<"$2" ;;
   esac
   shift 2
 done
@@ -104,11 +111,11 @@ phase_racecheck() { sanitize racecheck; }
 phase_synccheck() { sanitize synccheck; }
 phase_speed() {
   argv=("$python" benchmarks/bench_attention.py --seconds "$turn" --rivals "$rivals"
-    --json "$work/speed.json" "${dry[@]}")
+    --json "$work/speed.json" "${grid[@]}" "${dry[@]}")
 }
 phase_accuracy() {
   argv=("$python" benchmarks/accuracy.py --rivals "$rivals" --json "$work/accuracy.json"
-    "${dry[@]}")
+    "${errors[@]}" "${dry[@]}")
 }
 
 # detail NAME: what the summary says about a phase; the last line that counts something.

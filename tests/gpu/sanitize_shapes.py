@@ -135,4 +135,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    # Not sys.exit: racecheck 2025.3 crashes while the CUDA runtimes of JAX are torn down, after its work.
+    os._exit(code)
