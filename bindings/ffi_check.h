@@ -1,4 +1,5 @@
-// Checks that memory safety needs, in the message form of the package. Python has checked everything a user can get wrong.
+// Checks that memory safety needs, in the message form of the package. Python has checked
+// everything a user can get wrong.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,5 @@
-// jax_fa3_fwd_fp8 and jax_fa3_fwd: the attention forward, from operand images and from 16-bit operands.
+// jax_fa3_fwd_fp8 and jax_fa3_fwd: the attention forward, from operand images and from 16-bit
+// operands.
 #include "bindings/ffi_check.h"
 #include "bindings/handlers.h"
 #include "cuda/common/layout.h"

@@ -11,9 +11,10 @@ HEADER = pathlib.Path(__file__).resolve().parent.parent / "cuda" / "ptx" / "wgmm
 INTRO = """\
 // Written by scripts/generate_wgmma.py; change that file, not this one.
 //
-// wgmma.mma_async, one wrapper per shape in use: D[64][kN] (+)= A[64][K] B[K][kN], K = 32 bytes of one operand row.
-// All 128 threads of a warpgroup call it together, between wgmma_fence and wgmma_commit. `accumulate` = 0 overwrites D.
-// WgmmaSs takes A and B from shared memory (descriptors), WgmmaRs takes A from four registers.
+// wgmma.mma_async, one wrapper per shape in use: D[64][kN] (+)= A[64][K] B[K][kN], where K is 32
+// bytes of one operand row. All 128 threads of a warpgroup call it together, between wgmma_fence
+// and wgmma_commit. `accumulate` = 0 overwrites D. WgmmaSs takes A and B from shared memory
+// (descriptors), WgmmaRs takes A from four registers.
 #pragma once
 
 #include <cstdint>
@@ -69,8 +70,8 @@ def wrapper(a: str, b: str, acc: str, n: int, from_registers: bool) -> str:
         [
             "template <>",
             f"struct {kind}<{a}, {b}, {c_type}, {n}> {{",
-            f"  static __device__ __forceinline__ void run({c_type} (&d)[{count}], {parameter}, uint64_t b,",
-            "                                             int accumulate) {",
+            f"  static __device__ __forceinline__ void run({c_type} (&d)[{count}], {parameter},",
+            "                                             uint64_t b, int accumulate) {",
             "    asm volatile(",
             f'        "{{.reg .pred use_d; setp.ne.b32 use_d, %{predicate}, 0; "',
             f'        "wgmma.mma_async.sync.aligned.m64n{n}k{k}.{acc}.{a.lower()}.{b.lower()} "',
@@ -87,7 +88,8 @@ def wrapper(a: str, b: str, acc: str, n: int, from_registers: bool) -> str:
 def text() -> str:
     """The whole header."""
     body = "\n\n".join(wrapper(*shape) for shape in SHAPES)
-    return f"{INTRO}\n// clang-format off\n{body}\n// clang-format on\n\n}}  // namespace jax_fa3::ptx\n"
+    end = "// clang-format on\n\n}  // namespace jax_fa3::ptx\n"
+    return f"{INTRO}\n// clang-format off\n{body}\n{end}"
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ status=$?
 # Pass on what a person should read: everything but the register report, which stays in the log.
 grep -vE '^ptxas info|^ *[0-9]+ bytes stack frame|^$' "$log" >&2
 
-if [ "$status" -eq 0 ] && grep -qE 'C75(08|10|11|12|15)' "$log"; then
+if [ "$status" -eq 0 ] && grep -qE 'C75(08|10|11|12|13|14|15)' "$log"; then
   echo "nvcc_logged: $(basename "$object"): ptxas serialised wgmma or ignored setmaxnreg:" >&2
-  grep -E 'C75(08|10|11|12|15)' "$log" >&2
+  grep -E 'C75(08|10|11|12|13|14|15)' "$log" >&2
   rm -f "$object"
   exit 1
 fi

@@ -82,7 +82,7 @@ RULES = (
 ARCHITECTURE = "sm_90a"
 COLUMNS = ("QGMMA", "HGMMA", "MUFU.EX2", "LDL", "STL", "BAR")
 # ptxas: C7508 setmaxnreg ignored; the others: wgmma serialised.
-FATAL_ADVISORIES = ("C7508", "C7510", "C7511", "C7512", "C7515")
+FATAL_ADVISORIES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7515")
 
 # ---- reading what the tools print ------------------------------------------------------
 

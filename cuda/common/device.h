@@ -9,7 +9,8 @@ namespace jax_fa3 {
 
 inline constexpr int kMaxDevices = 64;
 
-// `cudaDevAttr` of the current device; `cache` is one zero-initialised slot per device (values are positive).
+// `cudaDevAttr` of the current device; `cache` is one zero-initialised slot per device (values are
+// positive).
 inline cudaError_t cached_attribute(std::atomic<int> (&cache)[kMaxDevices],
                                     cudaDeviceAttr attribute, int* value) {
   int device = 0;

@@ -1,7 +1,7 @@
 // Byte layouts of the FP8 operand images that the quantiser writes and the forward reads.
 //
-// An image is what shared memory must hold: one bulk copy brings a tile, and wgmma reads it as it lies.
-// Everything here is constexpr and runs on the host too, where the tests prove it.
+// An image is what shared memory must hold: one bulk copy brings a tile, and wgmma reads it as it
+// lies. Everything here is constexpr and runs on the host too, where the tests prove it.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,8 @@
 
 namespace jax_fa3 {
 
-// Keys that share one k_descale and lie in one v_image granule; also the kv tile of the FP8 forward.
+// Keys that share one k_descale and lie in one v_image granule; also the kv tile of the FP8
+// forward.
 inline constexpr int kGranule = 128;
 // Rows of q_image are padded to whole slabs; one math warpgroup owns one slab.
 inline constexpr int kSlab = 64;
@@ -28,20 +29,23 @@ FA3_HOST_DEVICE constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Position of 16-byte chunk `chunk` of row `row` in a tile whose rows are `row_bytes` long (64 or 128), as the
-// tensor core's 64-byte and 128-byte swizzles expect it. Rows count from a 1024-byte boundary.
+// Position of 16-byte chunk `chunk` of row `row` in a tile whose rows are `row_bytes` long (64 or
+// 128), as the tensor core's 64-byte and 128-byte swizzles expect it. Rows count from a 1024-byte
+// boundary.
 FA3_HOST_DEVICE constexpr int swizzled_chunk(int row_bytes, int row, int chunk) {
   return row_bytes == 128 ? (chunk ^ (row & 7)) : (chunk ^ ((row >> 1) & 3));
 }
 
-// Byte offset of element (row, column) in a q_image or k_image of 1-byte elements, rows of head_dim bytes.
+// Byte offset of element (row, column) in a q_image or k_image of 1-byte elements, rows of head_dim
+// bytes.
 FA3_HOST_DEVICE constexpr int64_t row_image_offset(int head_dim, int64_t row, int column) {
   return row * head_dim + swizzled_chunk(head_dim, static_cast<int>(row & 7), column >> 4) * 16 +
          (column & 15);
 }
 
-// Where key `key` (0..15) of a 16-key group lies inside the group's 16 bytes. The score accumulators of one lane
-// (keys 2t, 2t+1, 8+2t, 8+2t+1) become its four A-operand bytes without moving data between lanes.
+// Where key `key` (0..15) of a 16-key group lies inside the group's 16 bytes. The score
+// accumulators of one lane (keys 2t, 2t+1, 8+2t, 8+2t+1) become its four A-operand bytes without
+// moving data between lanes.
 FA3_HOST_DEVICE constexpr int key_position(int key) {
   return ((key & 7) >> 1) * 4 + (key >> 3) * 2 + (key & 1);
 }

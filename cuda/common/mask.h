@@ -1,4 +1,5 @@
-// Which keys a query row may see. constexpr throughout; the tests compare it with brute force on the host.
+// Which keys a query row may see. constexpr throughout; the tests compare it with brute force on
+// the host.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,8 @@
 
 namespace jax_fa3 {
 
-// Row i sees keys 0 <= j < visible(i). Without a causal mask that is every key; with it, j <= i + diagonal.
+// Row i sees keys 0 <= j < visible(i). Without a causal mask that is every key; with it, j <= i +
+// diagonal.
 struct KeyRange {
   int seqlen_k;
   bool is_causal;

@@ -1,4 +1,5 @@
-// The order in which persistent CTAs walk the output tiles. constexpr; proven a bijection on the host.
+// The order in which persistent CTAs walk the output tiles. constexpr; proven a bijection on the
+// host.
 #pragma once
 
 #include "layout.h"
@@ -11,9 +12,10 @@ struct Tile {
   int batch;
 };
 
-// Tile t of num_tiles() belongs to CTA t % gridDim.x. Heads form sections whose keys and values fit the L2 cache;
-// inside a section the q blocks come one after another, each for all heads of the section. Under a causal mask
-// the longest q block (the last) comes first, so that the CTAs finish together.
+// Tile t of num_tiles() belongs to CTA t % gridDim.x. Heads form sections whose keys and values fit
+// the L2 cache; inside a section the q blocks come one after another, each for all heads of the
+// section. Under a causal mask the longest q block (the last) comes first, so that the CTAs finish
+// together.
 struct TileOrder {
   int num_q_blocks;
   int num_heads;  // query heads
@@ -37,7 +39,8 @@ struct TileOrder {
   }
 };
 
-// How many (batch, query head) pairs share the L2 cache: keys and values of one kv head take `kv_bytes`.
+// How many (batch, query head) pairs share the L2 cache: keys and values of one kv head take
+// `kv_bytes`.
 FA3_HOST_DEVICE constexpr int section_heads(int total_heads, int group_size, int64_t kv_bytes,
                                             int64_t cache_bytes) {
   const int64_t kv_heads = kv_bytes > 0 ? cache_bytes / kv_bytes : total_heads;

@@ -11,12 +11,13 @@
 
 namespace jax_fa3 {
 
-// ---- the table ------------------------------------------------------------------------------------
+// ---- the table ----------------------------------------------------------------------------------
 // Fields of a config:
 //   kBlockKv         keys per step; the q tile has 64 rows per math warpgroup
 //   kNumStages       depth of the K and V rings
 //   kPipeline        what overlaps (params.h)
-//   kTwoProbBuffers  P of this block is packed while P V of the last one still reads its own; costs registers and code
+//   kTwoProbBuffers  P of this block is packed while P V of the last one still reads its own; costs
+//                    registers and code
 // and for FP8:
 //   kExp2            kExact or kLinear
 //   kMufuEighths     kExact: share of the exponentials that the special-function unit takes
@@ -95,7 +96,8 @@ struct FwdTraits {
   static constexpr bool kPingPong =
       Config::kPipeline == Pipeline::kPingPong || Config::kPipeline == Pipeline::kBoth;
 
-  // FP8 issues P V with 8 more columns: the first holds ones, so that column kHeadDim of the result is the row sum.
+  // FP8 issues P V with 8 more columns: the first holds ones, so that column kHeadDim of the result
+  // is the row sum.
   static constexpr int kValueColumns = kIsFp8 ? kHeadDim + 8 : kHeadDim;
 
   static constexpr int kElementBytes = kIsFp8 ? 1 : 2;
@@ -109,7 +111,8 @@ struct FwdTraits {
   static constexpr int kLoadRegisters = kMathWarpgroups == 3 ? 32 : 24;
   static constexpr int kMathRegisters = kMathWarpgroups == 3 ? 160 : 240;
 
-  // Output staging: each math warp turns its 16 rows through shared memory; 16 bytes of padding a row.
+  // Output staging: each math warp turns its 16 rows through shared memory; 16 bytes of padding a
+  // row.
   static constexpr int kStagingRowBytes = kHeadDim * 2 + 16;
 
   static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim must be 64 or 128");

@@ -11,9 +11,9 @@ struct Epilogue {
   using Traits = FwdTraits<Config>;
   static constexpr int kHeadDim = Traits::kHeadDim;
 
-  // acc_o[4j + {0, 1}]: columns 8j + 2t, +1 of row g; acc_o[4j + {2, 3}]: of row g + 8 (g = lane / 4, t = lane % 4).
-  // `inverse[r]` multiplies row g + 8r and is 0 for a row that saw no key. FP8 then applies v_descale and v_mean
-  // (both [head_dim] of this kv head).
+  // acc_o[4j + {0, 1}]: columns 8j + 2t, +1 of row g; acc_o[4j + {2, 3}]: of row g + 8 (g = lane /
+  // 4, t = lane % 4). `inverse[r]` multiplies row g + 8r and is 0 for a row that saw no key. FP8
+  // then applies v_descale and v_mean (both [head_dim] of this kv head).
   template <int kCount>
   __device__ __forceinline__ static void store_rows(const FwdShape& shape, const Tile& tile,
                                                     int first_row, uint32_t staging,

@@ -1,22 +1,26 @@
-// fwd_kernel: attention forward. Persistent CTAs walk over (q block, head, batch) tiles; a tile's kv blocks are visited from the
-// last to the first, so that the masked blocks come first.
+// fwd_kernel: attention forward. Persistent CTAs walk over (q block, head, batch) tiles; a tile's
+// kv blocks are visited from the last to the first, so that the masked blocks come first.
 //
-// Roles      warpgroup 0 = load: one thread issues every copy. warpgroups 1.. = math: 64 query rows each, which own their scores,
-//            probabilities and output in registers from first product to store.
-// Smem       q | k[stages] | v[stages] (+ 8 ones rows each in FP8) | output staging, one piece per math warp | barriers
-// mbarriers  name         arrivals                      waiter   meaning
-//            q_full       1 + bytes of q                math     the q tile has landed
-//            q_empty      4 per math warpgroup (warps)  load     every Q K^T of the tile is done: q may be overwritten
-//            k_full[s]    1 + bytes of k                math     k stage s has landed                    (v_full alike)
-//            k_empty[s]   4 per math warpgroup (warps)  load     the products that read k stage s are done (v_empty alike)
-// Named      1 + w (256 threads): math warpgroup w's turn to issue products; only with a ping-pong pipeline. w syncs on its own
-//            barrier and then arrives on its neighbour's. Id 0 is __syncthreads.
+// Roles      warpgroup 0 = load: one thread issues every copy. warpgroups 1.. = math: 64 query rows
+//            each, which own their scores, probabilities and output in registers to the end.
+// Smem       q | k[stages] | v[stages] (FP8: + 8 ones rows each) | output staging per math warp |
+//            barriers
+// mbarriers  name        arrivals          waiter  meaning
+//            q_full      1 + bytes of q    math    the q tile has landed
+//            q_empty     every math warp   load    all Q K^T of the tile are done
+//            k_full[s]   1 + bytes of k    math    k stage s has landed
+//            k_empty[s]  every math warp   load    the products that read k stage s are done
+//            v_full[s], v_empty[s]         likewise
+// Named      1 + w (256 threads): math warpgroup w's turn to issue products; only with a ping-pong
+//            pipeline. w syncs on its own barrier, then arrives on its neighbour's. Id 0 is
+//            __syncthreads.
 // Order      one step of the kIntra pipeline, block j (descending):
-//              issue S = Q K_j^T;  issue acc (+)= P_{j+1} V_{j+1};  wait for S, release k;  mask, softmax -> P_j
-//              wait for acc, release v;  add acc to the f32 sum every kPromoteEvery blocks;  rescale where a base grew
-// Numerics   FP8: softmax_fp8.cuh. The tensor core keeps about 13 bits below the largest term of an FP8 sum, so it sums at most
-//            kPromoteEvery blocks by itself in acc_t, and acc_o takes them in ordinary f32.
-//            16-bit: softmax_16bit.cuh, one f32 accumulator.
+//              issue S = Q K_j^T;  issue acc (+)= P_{j+1} V_{j+1};  wait for S, release k;
+//              mask, softmax -> P_j;  wait for acc, release v;  every kPromoteEvery blocks add acc
+//              to the f32 sum;  rescale where a base grew
+// Numerics   FP8: softmax_fp8.cuh. The tensor core keeps about 13 bits below the largest term of an
+//            FP8 sum, so it sums at most kPromoteEvery blocks by itself in acc_t, and acc_o takes
+//            them in ordinary f32.   16-bit: softmax_16bit.cuh, one f32 accumulator.
 #pragma once
 
 #include "load.cuh"
@@ -24,8 +28,9 @@
 
 namespace jax_fa3 {
 
-// The first of the 8 extra rows of each V stage is all ones (0x38 in e4m3, 0x3C in e5m2), the others are zero.
-// Rows are 128 bytes and alike along their length, so the swizzle does not matter. Copies never touch these rows.
+// The first of the 8 extra rows of each V stage is all ones (0x38 in e4m3, 0x3C in e5m2), the
+// others are zero. Rows are 128 bytes and alike along their length, so the swizzle does not matter.
+// Copies never touch these rows.
 template <class Config>
 __device__ __forceinline__ void write_ones_rows(const FwdSmem<Config>& smem) {
   using Traits = FwdTraits<Config>;

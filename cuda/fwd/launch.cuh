@@ -28,12 +28,14 @@ cudaError_t allow_shared_memory() {
 template <class Config>
 TileOrder tile_order(const FwdShape& shape) {
   using Traits = FwdTraits<Config>;
-  // Half of the 50 MB L2 of an H100: the rest holds queries, outputs and what the last section left.
+  // Half of the 50 MB L2 of an H100: the rest holds queries, outputs and what the last section
+  // left.
   constexpr int64_t kCacheBytes = 25 << 20;
   const int64_t kv_bytes =
       2 * static_cast<int64_t>(shape.seqlen_k) * Traits::kHeadDim * Traits::kElementBytes;
   const int num_q_blocks = (shape.seqlen_q + Traits::kBlockQ - 1) / Traits::kBlockQ;
-  // Without a causal mask all tiles are equal, and walking one head at a time reads the fewest keys and values.
+  // Without a causal mask all tiles are equal, and walking one head at a time reads the fewest keys
+  // and values.
   const int heads =
       shape.is_causal ? section_heads(shape.batch * shape.num_heads_q,
                                       shape.num_heads_q / shape.num_heads_kv, kv_bytes, kCacheBytes)

@@ -29,7 +29,8 @@ struct Loader {
     if constexpr (Traits::kIsFp8) {
       const int64_t rows = round_up(p.seqlen_q, kSlab);
       const int64_t head = static_cast<int64_t>(tile.batch) * p.num_heads_q + tile.head;
-      // The last tile may have fewer slabs than math warpgroups; those without a slab compute on what lies there and store nothing.
+      // The last tile may have fewer slabs than math warpgroups; those without a slab compute on
+      // what lies there and store nothing.
       const int here = min(Traits::kBlockQ, static_cast<int>(rows - first_row));
       ptx::mbarrier_arrive_expect_bytes(smem.q_full(), here * Traits::kHeadDim);
       ptx::copy_bulk(smem.query(), p.q_image + (head * rows + first_row) * Traits::kHeadDim,

@@ -63,8 +63,8 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
     const KeyRange keys = p.key_range();
     const int q_head = tile.batch * p.num_heads_q + tile.head;  // of all batches
     const int kv_head = tile.batch * p.num_heads_kv + tile.head / (p.num_heads_q / p.num_heads_kv);
-    // Per-row factor of the quantiser. A warpgroup past the image has no rows; what it computes is not stored, and scale 0
-    // keeps it small.
+    // Per-row factor of the quantiser. A warpgroup past the image has no rows; what it computes is
+    // not stored, and scale 0 keeps it small.
     const auto row_factor = [&](const float* factors, int r) {
       const int rows = static_cast<int>(round_up(p.seqlen_q, kSlab));
       return warpgroup_row < rows
@@ -180,7 +180,8 @@ __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Para
         release(smem.k_empty(k_read.stage));
         k_read.advance();
         const bool grew = softmax_step(p_out, block, block_descale);
-        // NOTE: without the pin the compiler sinks the exponentials below the wait, and nothing overlaps with P V.
+        // NOTE: without the pin the compiler sinks the exponentials below the wait, and nothing
+        // overlaps with P V.
         if constexpr (kTwoProbBuffers)
           ptx::pin(p_out);
         else

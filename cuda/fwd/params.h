@@ -13,7 +13,7 @@ namespace jax_fa3 {
 
 // How matrix products and softmax overlap inside a CTA.
 //   kSerial    each product is waited for before the next step
-//   kIntra     Q K^T of the next block and P V of this one run while a warpgroup computes its softmax
+//   kIntra     Q K^T of the next block and P V of this one run during a warpgroup's softmax
 //   kPingPong  warpgroups take turns at the tensor cores (named barriers)
 //   kBoth      kIntra and kPingPong
 enum class Pipeline { kSerial, kIntra, kPingPong, kBoth };
@@ -53,8 +53,8 @@ struct FwdShape {
 struct Fp8Params : FwdShape {
   const uint8_t*
       q_image;  // [batch, num_heads_q, rows, head_dim], rows = seqlen_q rounded up to kSlab
-  const float*
-      q_descale;  // [batch, num_heads_q, rows]: logits in log2 units = q . k * q_descale * k_descale
+  // Logits in log2 units are q . k * q_descale * k_descale.
+  const float* q_descale;  // [batch, num_heads_q, rows]
   const float*
       q_shift;  // [batch, num_heads_q, rows]: what key smoothing took out of the logits, log2 units
   const uint8_t* k_image;  // [batch, num_heads_kv, granules * kGranule, head_dim]
@@ -64,7 +64,8 @@ struct Fp8Params : FwdShape {
   const float* v_mean;     // [batch, num_heads_kv, head_dim]
 };
 
-// bfloat16 and float16: tensor maps over the operands as JAX gives them, [batch, seqlen, heads, head_dim].
+// bfloat16 and float16: tensor maps over the operands as JAX gives them, [batch, seqlen, heads,
+// head_dim].
 struct NativeParams : FwdShape {
   const void* q;
   const void* k;

@@ -1,4 +1,5 @@
-// The two matrix products of a math warpgroup, issued on wgmma. The caller fences, commits and waits.
+// The two matrix products of a math warpgroup, issued on wgmma. The caller fences, commits and
+// waits.
 #pragma once
 
 #include "../ptx/warpgroup.cuh"

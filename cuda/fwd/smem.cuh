@@ -53,8 +53,8 @@ struct FwdSmem {
   }
 };
 
-// Place in a ring of kStages buffers. A waiter for "full" starts at parity 0, a waiter for "empty" at parity 1 (a fresh
-// barrier counts as emptied); both flip when the stage wraps.
+// Place in a ring of kStages buffers. A waiter for "full" starts at parity 0, a waiter for "empty"
+// at parity 1 (a fresh barrier counts as emptied); both flip when the stage wraps.
 template <int kStages>
 struct RingPosition {
   int stage = 0;

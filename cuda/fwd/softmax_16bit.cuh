@@ -1,10 +1,13 @@
-// Online softmax of the bfloat16 and float16 forward: f32 scores in, 16-bit probabilities in wgmma A-operand order out.
+// Online softmax of the bfloat16 and float16 forward: f32 scores in, 16-bit probabilities in wgmma
+// A-operand order out.
 //
-// A lane holds rows g and g + 8 of its warp's 16 rows (g = lane / 4); acc_s[4j + {0, 1}] are keys 8j + 2t, +1 of row g
-// (t = lane % 4), acc_s[4j + {2, 3}] the same of row g + 8. Pairs become A-operand registers in order.
+// A lane holds rows g and g + 8 of its warp's 16 rows (g = lane / 4); acc_s[4j + {0, 1}] are keys
+// 8j + 2t, +1 of row g (t = lane % 4), acc_s[4j + {2, 3}] the same of row g + 8. Pairs become
+// A-operand registers in order.
 //
-// Numerics. y = score * scale is the logit in log2 units and P = 2^(y - base). A base is replaced only when a score passes it
-// by kSlack, so P <= 2^kSlack; the sum and the output carry the same factor and are f32.
+// Numerics. y = score * scale is the logit in log2 units and P = 2^(y - base). A base is replaced
+// only when a score passes it by kSlack, so P <= 2^kSlack; the sum and the output carry the same
+// factor and are f32.
 #pragma once
 
 #include "../ptx/convert.cuh"
@@ -19,7 +22,8 @@ class Softmax16 {
   static constexpr int kProbs = 32;   // registers of two 16-bit values
   static constexpr float kSlack = 8.0f;
 
-  // `scale` = softmax_scale * log2(e); its sign goes to the scores, and zero becomes tiny so that -inf stays -inf.
+  // `scale` = softmax_scale * log2(e); its sign goes to the scores, and zero becomes tiny so that
+  // -inf stays -inf.
   __device__ __forceinline__ void start_tile(float scale) {
     negate_ = scale < 0.0f;
     const float size = fabsf(scale);
@@ -35,7 +39,8 @@ class Softmax16 {
     }
   }
 
-  // Key limits are relative to the block: row g sees keys below limit_0, row g + 8 keys below limit_1.
+  // Key limits are relative to the block: row g sees keys below limit_0, row g + 8 keys below
+  // limit_1.
   __device__ __forceinline__ static void mask(float (&acc_s)[kScores], int limit_0, int limit_1) {
     const int t2 = (threadIdx.x & 3) * 2;
     const int limits[2] = {limit_0 - t2, limit_1 - t2};
@@ -46,7 +51,8 @@ class Softmax16 {
     }
   }
 
-  // Raises the bases that this block outgrows. Returns (for the whole warp) whether any grew; alpha[r] = 2^(old - new).
+  // Raises the bases that this block outgrows. Returns (for the whole warp) whether any grew;
+  // alpha[r] = 2^(old - new).
   __device__ __forceinline__ bool update(const float (&acc_s)[kScores], float (&alpha)[2]) {
     float y[2] = {acc_s[0], acc_s[2]};
 #pragma unroll

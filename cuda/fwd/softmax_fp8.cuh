@@ -1,14 +1,18 @@
 // Online softmax of the FP8 forward: packed f16 scores in, e4m3 bytes in wgmma A-operand order out.
 //
-// A lane holds rows g and g + 8 of its warp's 16 rows (g = lane / 4) and, with t = lane % 4, of every 16-key group G
+// A lane holds rows g and g + 8 of its warp's 16 rows (g = lane / 4) and, with t = lane % 4, of
+// every 16-key group G
 //   acc_s[4G + 0] keys 16G + 2t, +1 of row g        acc_s[4G + 1] the same of row g + 8
 //   acc_s[4G + 2] keys 16G + 8 + 2t, +1 of row g    acc_s[4G + 3] the same of row g + 8
-// frag_p[2G + r] packs the four bytes of row g + 8r; v_image orders its keys to match (common/layout.h).
+// frag_p[2G + r] packs the four bytes of row g + 8r; v_image orders its keys to match
+// (common/layout.h).
 //
-// Numerics. y = score * q_descale * k_descale is the logit in log2 units. Every row has an integer base >= max y, and
+// Numerics. y = score * q_descale * k_descale is the logit in log2 units. Every row has an integer
+// base >= max y, and
 //   P = e4m3(2^(y - base + 8)).
-// An integer base makes each rescale an exact power of two and P independent of the kv tiling; the factor 2^8 uses
-// e4m3's range and cancels, for the row sum is taken from the same bytes (a column of ones in V).
+// An integer base makes each rescale an exact power of two and P independent of the kv tiling; the
+// factor 2^8 uses e4m3's range and cancels, for the row sum is taken from the same bytes (a column
+// of ones in V).
 #pragma once
 
 #include "../ptx/convert.cuh"
@@ -34,7 +38,8 @@ class Fp8Softmax {
     subtract_first_ = false;
   }
 
-  // Key limits are relative to the block: row g sees keys below limit_0, row g + 8 keys below limit_1.
+  // Key limits are relative to the block: row g sees keys below limit_0, row g + 8 keys below
+  // limit_1.
   __device__ __forceinline__ static void mask(uint32_t (&acc_s)[kScores], int limit_0,
                                               int limit_1) {
     constexpr uint32_t kMinusInf2 = 0xFC00FC00u;
@@ -49,8 +54,8 @@ class Fp8Softmax {
     }
   }
 
-  // Raises the bases that this block outgrows. Returns (for the whole warp) whether any grew; only then
-  // alpha[r] = 2^(old - new) is set.
+  // Raises the bases that this block outgrows. Returns (for the whole warp) whether any grew; only
+  // then alpha[r] = 2^(old - new) is set.
   __device__ __forceinline__ bool update(const uint32_t (&acc_s)[kScores], float k_descale,
                                          float (&alpha)[2]) {
     // Bounded from below so that masked scores stay -inf.
@@ -62,7 +67,8 @@ class Fp8Softmax {
       max_0 = ptx::max_f16x2(max_0, acc_s[i]);
       max_1 = ptx::max_f16x2(max_1, acc_s[i + 1]);
     }
-    // Both rows in one register, (row g, row g + 8): this lane's keys only, which is enough to see that no base grows.
+    // Both rows in one register, (row g, row g + 8): this lane's keys only, which is enough to see
+    // that no base grows.
     uint32_t both = ptx::max_f16x2(ptx::permute_bytes<0x5410>(max_0, max_1),
                                    ptx::permute_bytes<0x7632>(max_0, max_1));
     const bool outgrown = ptx::low_f16_to_f32(both) * scale_[0] > base_[0] ||
@@ -104,8 +110,9 @@ class Fp8Softmax {
       code_scale[r] = ptx::mul_f16x2(scale[r], 0x48004800u /* 8 */);
     }
     if (subtract_first_) {
-      // Rare: logits beyond f16's exact integers. score * scale - base = (score - base / scale) * scale, whose difference f16
-      // takes without loss where the probability is not 0; what rounding base / scale drops goes to the offset.
+      // Rare: logits beyond f16's exact integers. score * scale - base = (score - base / scale) *
+      // scale, whose difference f16 takes without loss where the probability is not 0; what
+      // rounding base / scale drops goes to the offset.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float base = base_[r] == -INFINITY ? 0.0f : base_[r];
@@ -128,7 +135,8 @@ class Fp8Softmax {
               ptx::pack_e4m3x4_f16(ptx::exp2_f16x2(ptx::fma_f16x2(a, scale[r], offset[r])),
                                    ptx::exp2_f16x2(ptx::fma_f16x2(b, scale[r], offset[r])));
         } else {
-          // NOTE: one PRMT takes the low byte of each half: bytes 0, 2 of a's codes and 0, 2 of b's.
+          // NOTE: one PRMT takes the low byte of each half: bytes 0, 2 of a's codes and 0, 2 of
+          // b's.
           frag_p[2 * group + r] =
               ptx::permute_bytes<0x6420>(e4m3_codes(a, code_scale[r], code_offset[r]),
                                          e4m3_codes(b, code_scale[r], code_offset[r]));
@@ -149,7 +157,8 @@ class Fp8Softmax {
   static constexpr float kMaxHalfScale = 4096.0f;  // 8 * scale is a normal f16
   static constexpr float kMaxHalfBase = 256.0f;    // f16 carries 8 * (8 - base) + 56 without loss
 
-  // kMufuEighths of the 16-key groups, evenly spread, take the special-function unit; the others work on e4m3 codes.
+  // kMufuEighths of the 16-key groups, evenly spread, take the special-function unit; the others
+  // work on e4m3 codes.
   __device__ __forceinline__ static constexpr bool uses_mufu(int group) {
     return Config::kExp2 == Exp2::kExact &&
            (group + 1) * Config::kMufuEighths / 8 > group * Config::kMufuEighths / 8;
@@ -161,13 +170,15 @@ class Fp8Softmax {
         ptx::pack_f16x2(8.0f * (kOffset - base) + 56.0f, 8.0f * (kOffset - base) + 56.0f);
   }
 
-  // The byte of an e4m3 number is 8 * log2(value) + 56 up to the curve of its mantissa. Works on two f16 scores; the
-  // rounded byte ends in the low 8 bits of each half, because 1024 + u has an f16 ulp of one.
+  // The byte of an e4m3 number is 8 * log2(value) + 56 up to the curve of its mantissa. Works on
+  // two f16 scores; the rounded byte ends in the low 8 bits of each half, because 1024 + u has an
+  // f16 ulp of one.
   __device__ __forceinline__ static uint32_t e4m3_codes(uint32_t score, uint32_t code_scale,
                                                         uint32_t code_offset) {
     uint32_t u = ptx::fma_relu_f16x2(score, code_scale, code_offset);
     if (Config::kExp2 == Exp2::kExact) {
-      // Mantissa 2^f - 1 instead of f: a triangle over the distance to the nearest power of two, height 0.69 codes.
+      // Mantissa 2^f - 1 instead of f: a triangle over the distance to the nearest power of two,
+      // height 0.69 codes.
       constexpr uint32_t kEighth = 0x30003000u, kRound = 0x66006600u /* 1536 */,
                          kHeight = 0xBD85BD85u /* -1.38 */;
       const uint32_t whole = ptx::sub_f16x2(ptx::fma_f16x2(u, kEighth, kRound), kRound);

@@ -78,7 +78,7 @@ __device__ __forceinline__ float high_f16_to_f32(uint32_t a) {
   return d;
 }
 
-// ---- e4m3, four values in one register ------------------------------------------------------------
+// ---- e4m3, four values in one register ----------------------------------------------------------
 // Two f16x2 registers to four e4m3 bytes, a's two first; saturates, NaN stays NaN.
 __device__ __forceinline__ uint32_t pack_e4m3x4_f16(uint32_t a, uint32_t b) {
   uint32_t d;
@@ -90,7 +90,7 @@ __device__ __forceinline__ uint32_t pack_e4m3x4_f16(uint32_t a, uint32_t b) {
       : "r"(a), "r"(b));
   return d;
 }
-// ---- f32 and bytes ----------------------------------------------------------------------------------
+// ---- f32 and bytes ------------------------------------------------------------------------------
 __device__ __forceinline__ float exp2_f32(float a) {  // ex2(-inf) = 0
   float d;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(a));

@@ -17,7 +17,8 @@ __device__ __forceinline__ void copy_bulk(uint32_t smem, const void* gmem, uint3
       : "memory");
 }
 
-// cp.async.bulk.tensor.4d: one box of a tensor map; elements outside the tensor arrive as zeros and count.
+// cp.async.bulk.tensor.4d: one box of a tensor map; elements outside the tensor arrive as zeros and
+// count.
 __device__ __forceinline__ void copy_box_4d(uint32_t smem, const CUtensorMap* map, int c0, int c1,
                                             int c2, int c3, uint32_t barrier) {
   asm volatile(
@@ -32,7 +33,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// fence.proxy.async: ordinary shared stores before it are seen by wgmma and the copy engine after a barrier.
+// fence.proxy.async: ordinary shared stores before it are seen by wgmma and the copy engine after a
+// barrier.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,4 +1,5 @@
-// Shared-memory barriers that count arrivals and bytes. Addresses are 32-bit shared-window addresses.
+// Shared-memory barriers that count arrivals and bytes. Addresses are 32-bit shared-window
+// addresses.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,8 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// mbarrier.init: one thread, before any use; make it visible with mbarrier_init_fence and a CTA barrier.
+// mbarrier.init: one thread, before any use; make it visible with mbarrier_init_fence and a CTA
+// barrier.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -45,7 +47,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// The same for a thread in no hurry: it sleeps between tries, so that a long wait costs few issue slots.
+// The same for a thread in no hurry: it sleeps between tries, so that a long wait costs few issue
+// slots.
 __device__ __forceinline__ void mbarrier_wait_idle(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -61,7 +64,8 @@ __device__ __forceinline__ void mbarrier_wait_idle(uint32_t barrier, uint32_t pa
       : "memory");
 }
 
-// mbarrier.test_wait.parity: whether that phase has completed, at once. Asked early, it hides the latency of a later wait.
+// mbarrier.test_wait.parity: whether that phase has completed, at once. Asked early, it hides the
+// latency of a later wait.
 __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(

@@ -1,4 +1,5 @@
-// What a warpgroup (4 warps, 128 threads) does as one: register budgets, named barriers, wgmma ordering.
+// What a warpgroup (4 warps, 128 threads) does as one: register budgets, named barriers, wgmma
+// ordering.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,8 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// bar.sync / bar.arrive: barrier `id` (1..15) completes when `threads` threads have come; only sync waits.
+// bar.sync / bar.arrive: barrier `id` (1..15) completes when `threads` threads have come; only sync
+// waits.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -27,7 +29,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-// wgmma.commit_group / wait_group: a group is done when at most kPending later groups are still running.
+// wgmma.commit_group / wait_group: a group is done when at most kPending later groups are still
+// running.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -48,8 +51,9 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// wgmma matrix descriptor of a K-major tile: rows of kRowBytes (64 or 128) in the swizzle of that width,
-// 8-row atoms packed one after another. `address` is the shared address / 16. Stepping along K by 32 bytes adds 2.
+// wgmma matrix descriptor of a K-major tile: rows of kRowBytes (64 or 128) in the swizzle of that
+// width, 8-row atoms packed one after another. `address` is the shared address / 16. Stepping along
+// K by 32 bytes adds 2.
 template <int kRowBytes>
 __device__ __forceinline__ uint64_t k_major_descriptor(uint32_t address) {
   static_assert(kRowBytes == 64 || kRowBytes == 128, "K-major tiles have 64-byte or 128-byte rows");
@@ -58,8 +62,9 @@ __device__ __forceinline__ uint64_t k_major_descriptor(uint32_t address) {
   return address | (uint64_t{1} << 16) | ((kAtomBytes >> 4) << 32) | (kSwizzle << 62);
 }
 
-// wgmma matrix descriptor of an MN-major 16-bit tile: rows (along K) of 64 elements in 128-byte swizzle; kChunkBytes lies
-// between neighbouring 64-element chunks along MN. `address` is the shared address / 16. Stepping along K by 16 rows adds 128.
+// wgmma matrix descriptor of an MN-major 16-bit tile: rows (along K) of 64 elements in 128-byte
+// swizzle; kChunkBytes lies between neighbouring 64-element chunks along MN. `address` is the
+// shared address / 16. Stepping along K by 16 rows adds 128.
 template <int kChunkBytes>
 __device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t address) {
   return address | (uint64_t{kChunkBytes >> 4} << 16) | (uint64_t{1024 >> 4} << 32) |

@@ -1,8 +1,9 @@
 // Written by scripts/generate_wgmma.py; change that file, not this one.
 //
-// wgmma.mma_async, one wrapper per shape in use: D[64][kN] (+)= A[64][K] B[K][kN], K = 32 bytes of one operand row.
-// All 128 threads of a warpgroup call it together, between wgmma_fence and wgmma_commit. `accumulate` = 0 overwrites D.
-// WgmmaSs takes A and B from shared memory (descriptors), WgmmaRs takes A from four registers.
+// wgmma.mma_async, one wrapper per shape in use: D[64][kN] (+)= A[64][K] B[K][kN], where K is 32
+// bytes of one operand row. All 128 threads of a warpgroup call it together, between wgmma_fence
+// and wgmma_commit. `accumulate` = 0 overwrites D. WgmmaSs takes A and B from shared memory
+// (descriptors), WgmmaRs takes A from four registers.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +25,8 @@ struct WgmmaRs;
 // clang-format off
 template <>
 struct WgmmaSs<E4m3, E4m3, uint32_t, 128> {
-  static __device__ __forceinline__ void run(uint32_t (&d)[32], uint64_t a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(uint32_t (&d)[32], uint64_t a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %34, 0; "
         "wgmma.mma_async.sync.aligned.m64n128k32.f16.e4m3.e4m3 "
@@ -38,8 +39,8 @@ struct WgmmaSs<E4m3, E4m3, uint32_t, 128> {
 
 template <>
 struct WgmmaSs<E5m2, E5m2, uint32_t, 128> {
-  static __device__ __forceinline__ void run(uint32_t (&d)[32], uint64_t a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(uint32_t (&d)[32], uint64_t a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %34, 0; "
         "wgmma.mma_async.sync.aligned.m64n128k32.f16.e5m2.e5m2 "
@@ -52,8 +53,8 @@ struct WgmmaSs<E5m2, E5m2, uint32_t, 128> {
 
 template <>
 struct WgmmaRs<E4m3, E4m3, float, 72> {
-  static __device__ __forceinline__ void run(float (&d)[36], const uint32_t* a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(float (&d)[36], const uint32_t* a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %41, 0; "
         "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 "
@@ -66,8 +67,8 @@ struct WgmmaRs<E4m3, E4m3, float, 72> {
 
 template <>
 struct WgmmaRs<E4m3, E4m3, float, 136> {
-  static __device__ __forceinline__ void run(float (&d)[68], const uint32_t* a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(float (&d)[68], const uint32_t* a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %73, 0; "
         "wgmma.mma_async.sync.aligned.m64n136k32.f32.e4m3.e4m3 "
@@ -80,8 +81,8 @@ struct WgmmaRs<E4m3, E4m3, float, 136> {
 
 template <>
 struct WgmmaRs<E4m3, E5m2, float, 72> {
-  static __device__ __forceinline__ void run(float (&d)[36], const uint32_t* a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(float (&d)[36], const uint32_t* a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %41, 0; "
         "wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e5m2 "
@@ -94,8 +95,8 @@ struct WgmmaRs<E4m3, E5m2, float, 72> {
 
 template <>
 struct WgmmaRs<E4m3, E5m2, float, 136> {
-  static __device__ __forceinline__ void run(float (&d)[68], const uint32_t* a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(float (&d)[68], const uint32_t* a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %73, 0; "
         "wgmma.mma_async.sync.aligned.m64n136k32.f32.e4m3.e5m2 "
@@ -108,8 +109,8 @@ struct WgmmaRs<E4m3, E5m2, float, 136> {
 
 template <>
 struct WgmmaSs<Bf16, Bf16, float, 128> {
-  static __device__ __forceinline__ void run(float (&d)[64], uint64_t a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(float (&d)[64], uint64_t a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %66, 0; "
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
@@ -122,8 +123,8 @@ struct WgmmaSs<Bf16, Bf16, float, 128> {
 
 template <>
 struct WgmmaSs<F16, F16, float, 128> {
-  static __device__ __forceinline__ void run(float (&d)[64], uint64_t a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(float (&d)[64], uint64_t a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %66, 0; "
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
@@ -136,8 +137,8 @@ struct WgmmaSs<F16, F16, float, 128> {
 
 template <>
 struct WgmmaRs<Bf16, Bf16, float, 64> {
-  static __device__ __forceinline__ void run(float (&d)[32], const uint32_t* a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(float (&d)[32], const uint32_t* a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %37, 0; "
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
@@ -150,8 +151,8 @@ struct WgmmaRs<Bf16, Bf16, float, 64> {
 
 template <>
 struct WgmmaRs<Bf16, Bf16, float, 128> {
-  static __device__ __forceinline__ void run(float (&d)[64], const uint32_t* a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(float (&d)[64], const uint32_t* a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %69, 0; "
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
@@ -164,8 +165,8 @@ struct WgmmaRs<Bf16, Bf16, float, 128> {
 
 template <>
 struct WgmmaRs<F16, F16, float, 64> {
-  static __device__ __forceinline__ void run(float (&d)[32], const uint32_t* a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(float (&d)[32], const uint32_t* a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %37, 0; "
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
@@ -178,8 +179,8 @@ struct WgmmaRs<F16, F16, float, 64> {
 
 template <>
 struct WgmmaRs<F16, F16, float, 128> {
-  static __device__ __forceinline__ void run(float (&d)[64], const uint32_t* a, uint64_t b,
-                                             int accumulate) {
+  static __device__ __forceinline__ void run(float (&d)[64], const uint32_t* a,
+                                             uint64_t b, int accumulate) {
     asm volatile(
         "{.reg .pred use_d; setp.ne.b32 use_d, %69, 0; "
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "

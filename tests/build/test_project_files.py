@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def test_compile_wrapper_keeps_the_report(logged, tmp_path):
     assert "168 registers" in log.read_text()
 
 
-@pytest.mark.parametrize("code", ["C7508", "C7510", "C7511", "C7512", "C7515"])
+@pytest.mark.parametrize("code", ["C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7515"])
 def test_compile_wrapper_fails_on_serialised_wgmma(logged, tmp_path, code):
     done = logged(f"ptxas info    : ({code}) Potential Performance Loss: wgmma serialized")
     assert done.returncode == 1
@@ -86,3 +87,9 @@ def test_compile_wrapper_passes_on_warnings_and_errors(logged):
     done = logged("a.cu(3): error: expected a ';'", status=2)
     assert done.returncode == 2
     assert "expected a ';'" in done.stderr
+
+
+def test_wgmma_header_is_up_to_date():
+    command = [sys.executable, str(ROOT / "scripts/generate_wgmma.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

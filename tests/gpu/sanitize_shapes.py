@@ -137,5 +137,6 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # Not sys.exit: racecheck 2025.3 crashes while the CUDA runtimes of JAX are torn down, after its work.
+    # Not sys.exit: racecheck 2025.3 crashes while the CUDA runtimes of JAX are torn down, when its
+    # work is done.
     os._exit(code)
