@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             if who["impl"].startswith("jax_fa3"):
                 preset = who["preset"] or "native"
-                complaint = accuracy.verdict(preset, data, found)
+                complaint = accuracy.verdict(preset, data, found, seqlen_k)
                 if complaint is not None:
                     wrong.append(f"{preset}, {data}, {seqlen_k} keys, D {head_dim}: {complaint}")
     print(check.format_rows(rows))

@@ -34,6 +34,9 @@ DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 # Largest relative L2 error of the whole output, on any of DISTRIBUTIONS. fp8 stores 3 bits of
 # mantissa (2.65 % rms each for query, key, P and value); native rounds P and the output to 16 bits.
 REL_L2_LIMITS = {"accurate": 0.08, "fast": 0.1, "uncentred": 0.08, "native": 0.012}
+# Zero-mean data averages to nothing over many keys, but the mean of value's rounding errors does
+# not; relative errors grow. Measured at 131,072 keys: accurate 0.084, fast 0.142 (outliers).
+LONG_SEQLEN, LONG_FACTOR = 16_384, 2.0
 # A constant value must come back: what is left is the rounding of the output.
 ONES_LIMIT = 0.01
 # Equal weights average the rounding of value over all keys; its mean must not move.
@@ -165,7 +168,7 @@ def _jitted(preset: str, is_causal: bool, implementation: Any) -> Callable[..., 
     return jax.jit(call)
 
 
-def verdict(preset: str, data: str, found: Errors) -> str | None:
+def verdict(preset: str, data: str, found: Errors, seqlen_k: int) -> str | None:
     """What is wrong with these errors, or None. A preset without a limit must only be finite."""
     if math.isnan(found.rel_l2):
         return "the output holds NaN or infinity"
@@ -176,6 +179,8 @@ def verdict(preset: str, data: str, found: Errors) -> str | None:
             return None
         return f"largest error {found.max_abs:.3g}, limit {ONES_LIMIT}"
     limit = UNIFORM_LIMIT if data == "uniform" else REL_L2_LIMITS[preset]
+    if seqlen_k > LONG_SEQLEN and preset != "native" and data != "uniform":
+        limit *= LONG_FACTOR
     if not found.rel_l2 <= limit:
         return f"relative L2 error {found.rel_l2:.3g}, limit {limit}"
     return None

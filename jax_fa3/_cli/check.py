@@ -96,7 +96,7 @@ def run(flags: argparse.Namespace) -> int:
                     raise
                 raise UsageError(str(error)) from error
             found = accuracy.errors(out, expected)
-            complaint = accuracy.verdict(preset, data, found)
+            complaint = accuracy.verdict(preset, data, found, seqlen)
             if complaint is not None:
                 wrong.append(f"{preset}, {data}, {seqlen} keys: {complaint}")
             native = preset == "native"

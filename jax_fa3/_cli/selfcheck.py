@@ -112,7 +112,7 @@ def _errors(problems: list[str]) -> str:
             rows.append([preset, words, "-", "-", "-", type(error).__name__])
             continue
         found = accuracy.errors(out, expected)
-        complaint = accuracy.verdict(preset, problem.data, found)
+        complaint = accuracy.verdict(preset, problem.data, found, problem.seqlen_k)
         if complaint is not None:
             problems.append(f"{preset} on {words}: {complaint}")
         if problem.data == "ones":

@@ -71,8 +71,15 @@ def test_errors_of_a_known_difference():
     ],
 )
 def test_verdict(preset, data, errors, words):
-    complaint = accuracy.verdict(preset, data, errors)
+    complaint = accuracy.verdict(preset, data, errors, 2048)
     assert complaint is None if words is None else words in complaint
+
+
+def test_verdict_allows_more_over_very_many_keys():
+    errors = Errors(0, 0.12, 1, 0)
+    assert accuracy.verdict("accurate", "normal", errors, 131_072) is None
+    assert "limit 0.08" in accuracy.verdict("accurate", "normal", errors, 8192)
+    assert "limit 0.16" in accuracy.verdict("accurate", "normal", Errors(0, 0.17, 1, 0), 131_072)
 
 
 def test_grid_is_the_papers():
