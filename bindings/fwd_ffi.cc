@@ -64,7 +64,9 @@ ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi:
   const ElementKind element = check.kind("q_image", q_image.element_type(), true, false);
   check.require(k_image.element_type() == q_image.element_type() &&
                     v_image.element_type() == q_image.element_type(),
-                "k_image and v_image must have the element type of q_image.");
+                "k_image and v_image must have the element type of q_image; got XLA types " +
+                    std::to_string(static_cast<int>(k_image.element_type())) + " and " +
+                    std::to_string(static_cast<int>(v_image.element_type())) + ".");
   if (check.failed()) return check.take();
 
   params.q_image = static_cast<const uint8_t*>(q_image.untyped_data());
@@ -98,7 +100,10 @@ ffi::Error fwd_native(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   const ElementKind element = check.kind("q", q.element_type(), false, true);
   check.require(k.element_type() == q.element_type() && v.element_type() == q.element_type() &&
                     out->element_type() == q.element_type(),
-                "k, v and out must have the element type of q.");
+                "k, v and out must have the element type of q; got XLA types " +
+                    std::to_string(static_cast<int>(k.element_type())) + ", " +
+                    std::to_string(static_cast<int>(v.element_type())) + " and " +
+                    std::to_string(static_cast<int>(out->element_type())) + ".");
   if (check.failed()) return check.take();
 
   params.q = q.untyped_data();

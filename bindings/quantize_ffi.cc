@@ -52,7 +52,9 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   params.image_kind = check.kind("q_image", q_image->element_type(), true, false);
   check.require(k_image->element_type() == q_image->element_type() &&
                     v_image->element_type() == q_image->element_type(),
-                "k_image and v_image must have the element type of q_image.");
+                "k_image and v_image must have the element type of q_image; got XLA types " +
+                    std::to_string(static_cast<int>(k_image->element_type())) + " and " +
+                    std::to_string(static_cast<int>(v_image->element_type())) + ".");
   check.hopper();
   if (check.failed()) return check.take();
 

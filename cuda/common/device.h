@@ -9,18 +9,18 @@ namespace jax_fa3 {
 
 inline constexpr int kMaxDevices = 64;
 
-// `cudaDevAttr` of the current device; `cache` is one zero-initialised slot per device (values are
-// positive).
+// `attribute` of the current device. `cache` has one zero-initialised slot per device, which holds the
+// value plus one.
 inline cudaError_t cached_attribute(std::atomic<int> (&cache)[kMaxDevices],
                                     cudaDeviceAttr attribute, int* value) {
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status != cudaSuccess) return status;
   if (device >= kMaxDevices) return cudaDeviceGetAttribute(value, attribute, device);
-  *value = cache[device].load(std::memory_order_relaxed);
-  if (*value != 0) return cudaSuccess;
+  *value = cache[device].load(std::memory_order_relaxed) - 1;
+  if (*value >= 0) return cudaSuccess;
   status = cudaDeviceGetAttribute(value, attribute, device);
-  if (status == cudaSuccess) cache[device].store(*value, std::memory_order_relaxed);
+  if (status == cudaSuccess) cache[device].store(*value + 1, std::memory_order_relaxed);
   return status;
 }
 

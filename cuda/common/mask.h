@@ -22,7 +22,7 @@ struct KeyRange {
     return end <= 0 ? 0 : (end < seqlen_k ? static_cast<int>(end) : seqlen_k);
   }
 
-  // Number of kv blocks that the rows first_row .. last_row need (the last row sees most).
+  // Number of kv blocks that rows up to last_row need (the last row sees most).
   FA3_HOST_DEVICE constexpr int num_blocks(int last_row, int block_kv) const {
     return (visible(last_row) + block_kv - 1) / block_kv;
   }

@@ -12,8 +12,13 @@ EncodeTiled encode_tiled() {
   static const EncodeTiled entry = [] {
     void* symbol = nullptr;
     cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
     const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol,
                                                                 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t status =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &symbol, cudaEnableDefault, &result);
+#endif
     return status == cudaSuccess && result == cudaDriverEntryPointSuccess
                ? reinterpret_cast<EncodeTiled>(symbol)
                : nullptr;

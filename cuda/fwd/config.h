@@ -13,7 +13,9 @@ namespace jax_fa3 {
 
 // ---- the table ----------------------------------------------------------------------------------
 // Fields of a config:
-//   kBlockKv         keys per step; the q tile has 64 rows per math warpgroup
+//   kBlockKv         keys per step
+//   kMathWarpgroups  64 rows of the q tile each
+//   kClusterSize     CTAs that share copies
 //   kNumStages       depth of the K and V rings
 //   kPipeline        what overlaps (params.h)
 //   kTwoProbBuffers  P of this block is packed while P V of the last one still reads its own; costs

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../ptx/convert.cuh"
+#include "../ptx/shared.cuh"
 #include "smem.cuh"
 
 namespace jax_fa3 {
@@ -39,7 +40,7 @@ struct Epilogue {
         }
         const uint32_t packed = shape.out_is_f16 ? ptx::pack_f16x2(x, y) : ptx::pack_bf16x2(x, y);
         const uint32_t address = staging + (g + 8 * r) * Traits::kStagingRowBytes + 16 * j + 4 * t;
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(packed) : "memory");
+        ptx::store_shared(address, packed);
       }
     }
     __syncwarp();
@@ -48,11 +49,7 @@ struct Epilogue {
 #pragma unroll
     for (int i = 0; i < 16 * kPieces / 32; ++i) {
       const int row = (i * 32 + lane) / kPieces, piece = (i * 32 + lane) % kPieces;
-      uint4 data;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
-                   : "r"(staging + row * Traits::kStagingRowBytes + piece * 16)
-                   : "memory");
+      const uint4 data = ptx::load_shared_x4(staging + row * Traits::kStagingRowBytes + piece * 16);
       if (first_row + row < shape.seqlen_q) {
         const int64_t position =
             (static_cast<int64_t>(tile.batch) * shape.seqlen_q + first_row + row) *

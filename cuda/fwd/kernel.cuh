@@ -23,6 +23,7 @@
 //            them in ordinary f32.   16-bit: softmax_16bit.cuh, one f32 accumulator.
 #pragma once
 
+#include "../ptx/shared.cuh"
 #include "load.cuh"
 #include "math.cuh"
 
@@ -38,8 +39,7 @@ __device__ __forceinline__ void write_ones_rows(const FwdSmem<Config>& smem) {
       std::is_same_v<typename Traits::Element, ptx::E5m2> ? 0x3C3C3C3Cu : 0x38383838u;
   for (int word = threadIdx.x; word < Traits::kNumStages * 256; word += Traits::kThreads) {
     const uint32_t address = smem.values(word / 256) + Traits::kValueBytes + (word % 256) * 4;
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word % 256 < 32 ? kOnes : 0u)
-                 : "memory");
+    ptx::store_shared(address, word % 256 < 32 ? kOnes : 0u);
   }
   ptx::fence_async_proxy();
 }

@@ -71,7 +71,7 @@ class Softmax16 {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (y[r] > base_[r] + kSlack) {
-          // The maximum itself, so that a row with one key gets P = 1 exactly.
+          // The maximum itself: a row with one key gets P = 1 up to the rounding of y.
           alpha[r] = ptx::exp2_f32(base_[r] - y[r]);
           base_[r] = y[r];
           sum_[r] *= alpha[r];

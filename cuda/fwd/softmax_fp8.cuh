@@ -10,9 +10,9 @@
 // Numerics. y = score * q_descale * k_descale is the logit in log2 units. Every row has an integer
 // base >= max y, and
 //   P = e4m3(2^(y - base + 8)).
-// An integer base makes each rescale an exact power of two and P independent of the kv tiling; the
-// factor 2^8 uses e4m3's range and cancels, for the row sum is taken from the same bytes (a column
-// of ones in V).
+// An integer base makes each rescale an exact power of two and P (unless subnormal) independent of
+// the kv tiling; the factor 2^8 uses e4m3's range and cancels, for the row sum is taken from the
+// same bytes (a column of ones in V).
 #pragma once
 
 #include "../ptx/convert.cuh"

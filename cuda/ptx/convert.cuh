@@ -11,11 +11,6 @@ __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {  // a Na
   asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-__device__ __forceinline__ uint32_t min_f16x2(uint32_t a, uint32_t b) {  // a NaN loses to a number
-  uint32_t d;
-  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
 __device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));

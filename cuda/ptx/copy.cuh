@@ -28,11 +28,6 @@ __device__ __forceinline__ void copy_box_4d(uint32_t smem, const CUtensorMap* ma
       : "memory");
 }
 
-// prefetch.tensormap: hides the first read of a descriptor. One thread, at kernel start.
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // fence.proxy.async: ordinary shared stores before it are seen by wgmma and the copy engine after a
 // barrier.
 __device__ __forceinline__ void fence_async_proxy() {

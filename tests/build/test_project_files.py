@@ -93,3 +93,32 @@ def test_wgmma_header_is_up_to_date():
     command = [sys.executable, str(ROOT / "scripts/generate_wgmma.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def cmake_of_this_python():
+    """The cmake beside this Python (dev extra), or None."""
+    cmake = Path(sys.executable).parent / "cmake"
+    return cmake if cmake.exists() else None
+
+
+@pytest.mark.skipif(cmake_of_this_python() is None, reason="needs the cmake of the dev extra")
+@pytest.mark.parametrize(
+    ("switch", "code", "words"),
+    [
+        ("AUTO", 0, "this install has NO GPU kernels"),
+        ("OFF", 0, "Configuring done"),
+        ("ON", 1, "JAX_FA3_CUDA=ON but no CUDA compiler was found"),
+        ("MAYBE", 1, "JAX_FA3_CUDA must be AUTO, ON or OFF; got 'MAYBE'"),
+    ],
+)
+def test_configures_without_any_compiler(tmp_path, switch, code, words):
+    # A make that does nothing: CMake wants one to write files for, no language is enabled.
+    make = tmp_path / "make"
+    make.write_text("#!/bin/sh\n")
+    make.chmod(0o755)
+    command = [cmake_of_this_python(), "-S", ROOT, "-B", tmp_path / "out", "-G", "Unix Makefiles"]
+    command += [f"-DCMAKE_MAKE_PROGRAM={make}", f"-DJAX_FA3_CUDA={switch}"]
+    env = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == code, done.stderr
+    assert words in " ".join((done.stdout + done.stderr).split())

@@ -1,0 +1,23 @@
+// Ordinary loads and stores by shared-window address.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_fa3::ptx {
+
+// st.shared: visible to other threads after a barrier, to wgmma and copies after fence_async_proxy too.
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// ld.shared.v4: 16 bytes, the address 16-byte aligned.
+__device__ __forceinline__ uint4 load_shared_x4(uint32_t address) {
+  uint4 data;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
+               : "r"(address)
+               : "memory");
+  return data;
+}
+
+}  // namespace jax_fa3::ptx
