@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _attention
+from jax_fa3 import _attention, _option_checks
 from jax_fa3._quantize import Quantization
 
 _NAME = "dot_product_attention"
@@ -74,7 +74,8 @@ def dot_product_attention(
 
     Three things differ from jax.nn:
       * A row that sees no key gives 0, with gradient 0 and residual -inf; jax.nn averages the
-      values. * 16-bit inputs are computed in FP8 unless precision="native".
+        values.
+      * 16-bit inputs are computed in FP8 unless precision="native".
       * implementation "cudnn" is not accepted; "cuda" is the kernel of this package.
 
     Args:
@@ -100,6 +101,7 @@ def dot_product_attention(
             f'{_NAME}: implementation must be None, "xla" or "cuda"; got {implementation!r}. '
             '"cuda" is the kernel of this package; jax.nn.dot_product_attention reaches cuDNN.'
         )
+    _option_checks.check_flag(_NAME, "return_residual", return_residual)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     if query.ndim not in (3, 4):
         raise ValueError(

@@ -244,4 +244,9 @@ def plan_of(function: str, query: Any, key: Any, value: Any, **options: Any) -> 
     return config, plan(function, dims, config, dtypes, given, options.get("implementation"))
 
 
-_KEYWORDS = set(inspect.signature(_shapes.check_attention).parameters)
+_KEYWORDS = set(inspect.signature(_shapes.check_attention).parameters) - {
+    "function_name",
+    "query",
+    "key",
+    "value",
+}

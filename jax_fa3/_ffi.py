@@ -56,8 +56,8 @@ def _load() -> tuple[ModuleType | None, str | None]:
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "jax_fa3._ext":
             return None, (
-                "the compiled extension jax_fa3._ext is not in this installation; install a CUDA "
-                "wheel or build from source with nvcc on PATH"
+                "the compiled extension jax_fa3._ext is not in this installation; install "
+                "from source with nvcc on PATH"
             )
         return None, f"the compiled extension jax_fa3._ext does not load: {error}"
     built = tuple(ext.ffi_api_version)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _attention
+from jax_fa3 import _attention, _option_checks
 from jax_fa3._quantize import Quantization
 
 _NAME = "attention_varlen"
@@ -58,6 +58,8 @@ def attention_varlen(
     Raises: as `attention`; NotImplementedError for implementation="cuda", which no kernel serves
       yet.
     """
+    _option_checks.check_choice(_NAME, "implementation", implementation, (None, "cuda", "xla"))
+    _option_checks.check_flag(_NAME, "return_logsumexp", return_logsumexp)
     if implementation == "cuda":
         raise NotImplementedError(
             f'{_NAME}: packed sequences are not served by the kernels; got implementation="cuda". '

@@ -120,5 +120,7 @@ def test_messages_name_this_function() -> None:
     query, key, value = inputs()
     with pytest.raises(ValueError, match=r"^dot_product_attention: key must"):
         jax_fa3.dot_product_attention(query, key[:, :, :, :32], value)
+    with pytest.raises(TypeError, match=r"^dot_product_attention: return_residual must be a bool"):
+        jax_fa3.dot_product_attention(query, key, value, return_residual="x")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"^dot_product_attention: query must have shape"):
         jax_fa3.dot_product_attention(query[0, 0], key, value)

@@ -15,7 +15,7 @@ from jax_fa3 import Quantization, _compat, _ffi
 
 KERNELS = [
     {
-        "name": f"fwd_fp8_{dtype}_d{head_dim}_{softmax}",
+        "name": f"fwd_{dtype}_d{head_dim}_{softmax}",
         "dtype": dtype,
         "head_dim": head_dim,
         "block_q": 128,
@@ -23,7 +23,7 @@ KERNELS = [
         "num_stages": 2,
         "math_warpgroups": 2,
         "cluster_size": 1,
-        "pipeline": "ping-pong",
+        "pipeline": "pingpong",
         "softmax": softmax,
     }
     for dtype in ("e4m3", "e5m2")
@@ -82,10 +82,10 @@ class TestWithExtension:
         plan = jax_fa3.explain(*structs(head_dim=128), quantization=Quantization.fast())
         assert plan.path == "cuda"
         assert plan.targets == ("jax_fa3_quantize", "jax_fa3_fwd_fp8")
-        assert dict(plan.kernel)["name"] == "fwd_fp8_e4m3_d128_linear"
+        assert dict(plan.kernel)["name"] == "fwd_e4m3_d128_linear"
         text = str(plan)
         for part in (
-            "fwd_fp8_e4m3_d128_linear",
+            "fwd_e4m3_d128_linear",
             "block_q: 128",
             "num_stages: 2",
             "cluster_size: 1",

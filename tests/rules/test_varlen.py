@@ -138,6 +138,12 @@ def test_nothing_at_all() -> None:
             ValueError,
             r"value must have shape \[17, 3, head_dim_v\]",
         ),
+        ({"implementation": "triton"}, ValueError, "implementation must be .*; got .*triton"),
+        (
+            {"return_logsumexp": "x"},
+            TypeError,
+            "return_logsumexp must be a bool known at trace time",
+        ),
     ],
 )
 def test_messages(change: dict[str, Any], error: type[Exception], message: str) -> None:
