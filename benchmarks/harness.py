@@ -19,8 +19,6 @@ from typing import Any
 
 from jax_fa3._cli import results, text
 
-RESULTS = Path(__file__).parent / "results"
-
 
 def exit_with_usage(program: Any, arguments: Sequence[str] | None = None) -> int:
     """Runs program(arguments); bad usage becomes a sentence and exit code 2."""

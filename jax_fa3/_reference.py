@@ -60,7 +60,7 @@ def attention(
     Args:
       operands: see Operands.   config: see Config.
       block_sizes: (rows, keys) of a block; None chooses. The result does not depend on it beyond
-        float32 rounding and the e4m3 rounding of probabilities below 2^-14 of a row's largest.
+        float32 rounding and the e4m3 rounding of probabilities below 2^-12 of a row's largest.
     Returns: (out [batch, seqlen_q, num_heads_q, head_dim_v] of config.out_dtype, logsumexp float32
       [batch, num_heads_q, seqlen_q], natural log, sinks included). Rows that see no key are 0 and
       -inf, with sinks too.

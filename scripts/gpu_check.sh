@@ -17,7 +17,7 @@
 # --limit   time limit of a phase; a phase beyond it counts as failed (default below)
 # --turn    length of one timed turn (default 0.15: about three minutes of GPU time for the grid)
 # --grid    more flags for benchmarks/bench_attention.py, --errors for benchmarks/accuracy.py: parts of
-#           the grid on a machine lent for minutes
+#           the grid when time is short
 # --out     default benchmarks/results/gpu_check.json
 # --logs    default build/gpu_check; what is in it is removed
 # --dry-run runs what a machine without a GPU can: tiny sizes, XLA path, no sanitizer, tests listed
@@ -40,7 +40,7 @@ rivals=cudnn,cudnn_fp8,fa3,fa3_fp8
 skip=,
 only=
 dry=()
-command="scripts/gpu_check.sh $*"
+command="scripts/gpu_check.sh ${*@Q}"
 
 usage() { sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "scripts/gpu_check.sh"; }
 die() { echo "gpu_check: $1" >&2; exit 2; }

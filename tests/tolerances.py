@@ -69,7 +69,7 @@ GRADIENT_NATIVE_BF16 = Limit(
 )
 BLOCKS_NATIVE = Limit(4e-6, 1e-5, (3.1e-7, 9.5e-7), "another order of float32 sums")
 BLOCKS_FP8 = Limit(
-    2e-4, 2e-4, (1.3e-5, 3.6e-5), "integer base: only P below 2^-14 of the largest may round apart"
+    2e-4, 2e-4, (1.3e-5, 3.6e-5), "integer base: only P below 2^-12 of the largest may round apart"
 )
 
 

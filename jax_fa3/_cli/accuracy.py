@@ -179,7 +179,7 @@ def verdict(preset: str, data: str, found: Errors, seqlen_k: int) -> str | None:
             return None
         return f"largest error {found.max_abs:.3g}, limit {ONES_LIMIT}"
     limit = UNIFORM_LIMIT if data == "uniform" else REL_L2_LIMITS[preset]
-    if seqlen_k > LONG_SEQLEN and preset != "native" and data != "uniform":
+    if seqlen_k > LONG_SEQLEN and preset != "native" and data in ("normal", "outlier"):
         limit *= LONG_FACTOR
     if not found.rel_l2 <= limit:
         return f"relative L2 error {found.rel_l2:.3g}, limit {limit}"

@@ -65,7 +65,7 @@ def test_fifty_runs_agree() -> None:
 
 
 def test_stream_order() -> None:
-    """B65: a long product makes the query, an in-place sum consumes the output, 200 times."""
+    """A long product makes the query, an in-place sum consumes the output, 200 times."""
     x = inputs_of(128, batch=1, num_heads_q=8, num_heads_kv=2)
     wide = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
 
@@ -93,7 +93,7 @@ def test_stream_order() -> None:
 
 
 def test_two_threads() -> None:
-    """B65: two jitted functions at once; handlers are called from several threads."""
+    """Two jitted functions at once; handlers are called from several threads."""
     work = {
         "fp8": (inputs_of(64, seqlen_q=333), {"causal": "bottom_right"}),
         "native": (inputs_of(128, seqlen_k=777), {"precision": "native"}),
@@ -147,7 +147,7 @@ def scan_and_calls() -> dict[str, Any]:
 
 
 def test_command_buffers(tmp_path: Path) -> None:
-    """B49: the same bits with launches recorded into command buffers, and with none."""
+    """The same bits with launches recorded into command buffers, and with none."""
     kinds = {"recorded": COMMAND_BUFFER_FLAGS, "plain": "--xla_gpu_enable_command_buffer="}
     results = {}
     here = Path(__file__).resolve().parents[1]

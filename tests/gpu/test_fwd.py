@@ -154,7 +154,7 @@ def test_zero_scale() -> None:
 
 # ---- float8 inputs -------------------------------------------------------------------------------
 
-# B07: powers and thirds, different for every (batch, kv head).
+# Powers and thirds, different for every (batch, kv head).
 QUERY_DESCALE = np.array([[1, 0.5], [0.25, 2]], np.float32)
 KEY_DESCALE = np.array([[1, 2], [4, 8]], np.float32)
 VALUE_DESCALE = np.array([[1, 3], [9, 27]], np.float32)
@@ -203,7 +203,7 @@ def test_float8_inputs(name: str, record_property: Any) -> None:
 @gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiny_shapes(head_dim: int) -> None:
-    """B20: 1 to 17 rows and keys, all in one program."""
+    """1 to 17 rows and keys, all in one program."""
     sizes = [*((i, 18 - i) for i in range(1, 18)), *((i, i) for i in range(1, 18))]
     inputs = [
         cases.make_inputs(
@@ -227,7 +227,7 @@ def test_tiny_shapes(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 2), (2048, 1024), (401, 130)])
 def test_rows_without_keys(seqlen_q: int, seqlen_k: int, head_dim: int) -> None:
-    """B03, B05: bottom-right with more rows than keys: output exactly 0, logsumexp -inf."""
+    """Bottom-right with more rows than keys: output exactly 0, logsumexp -inf."""
     case = cases.Case("empty rows", seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_q=4,
                       num_heads_kv=2, head_dim=head_dim)  # fmt: skip
     inputs = cases.make_inputs(case)
@@ -245,7 +245,7 @@ def test_rows_without_keys(seqlen_q: int, seqlen_k: int, head_dim: int) -> None:
 
 @gpu
 def test_causal_alignment() -> None:
-    """B04: both alignments by name, from short to past a tile."""
+    """Both alignments by name, from short to past a tile."""
     sizes = [(1, 4), (3, 128), (128, 3), (2, 5), (5, 2), (127, 129), (129, 127), (193, 385)]
     calls = [(sizes[i // 2], CAUSALS[1 + i % 2]) for i in range(2 * len(sizes))]
     inputs = [
@@ -269,7 +269,7 @@ def test_causal_alignment() -> None:
     ("batch", "seqlen_q", "seqlen_k"), [(0, 16, 32), (2, 0, 32), (2, 16, 0), (2, 0, 0)]
 )
 def test_zero_sizes(batch: int, seqlen_q: int, seqlen_k: int) -> None:
-    """B21: right shapes, zeros and -inf, no launch error left behind."""
+    """Right shapes, zeros and -inf, no launch error left behind."""
     inputs = {
         "query": np.ones((batch, seqlen_q, 4, 64), cases.BFLOAT16),
         "key": np.ones((batch, seqlen_k, 2, 64), cases.BFLOAT16),
@@ -302,7 +302,7 @@ def test_zero_sizes(batch: int, seqlen_q: int, seqlen_k: int) -> None:
 @gpu
 @pytest.mark.parametrize("seqlen_k", [4096, 32_768, 131_072])
 def test_constant_values(seqlen_k: int) -> None:
-    """B09: values of 1 give 1 however many keys there are: sums keep up with their weights."""
+    """Values of 1 give 1 however many keys there are: sums keep up with their weights."""
     rng = np.random.default_rng(seqlen_k)
     query = rng.normal(size=(1, 130, 4, 128)).astype(cases.BFLOAT16)
     key = rng.normal(size=(1, seqlen_k, 2, 128)).astype(cases.BFLOAT16)
@@ -329,7 +329,7 @@ def test_constant_values(seqlen_k: int) -> None:
 
 @gpu
 def test_error_does_not_grow_with_keys() -> None:
-    """B09: random values; the error at 128k keys is at most about twice that at 4k."""
+    """Random values; the error at 128k keys is at most about twice that at 4k."""
     rng = np.random.default_rng(4)
     query = rng.normal(size=(1, 64, 2, 128)).astype(cases.BFLOAT16)
     key, value = (rng.normal(size=(1, 131_072, 1, 128)).astype(cases.BFLOAT16) for _ in range(2))
@@ -348,7 +348,7 @@ def test_error_does_not_grow_with_keys() -> None:
 
 @gpu
 def test_needles() -> None:
-    """B09: one key among 128k answers each row, wherever it stands."""
+    """One key among 128k answers each row, wherever it stands."""
     keys, head_dim = 131_072, 128
     rng = np.random.default_rng(5)
     places = np.array([0, 1, 127, 128, 511, 512, 77_777, 77_778, 100_000, keys - 129, keys - 1])
@@ -397,7 +397,7 @@ def test_large_logits(head_dim: int) -> None:
         limit = np.abs(value.astype(np.float64)).max() * 1.07
         assert np.abs(out).max() <= limit, name
         assert (result.logsumexp < -4000).all(), name
-    # One key 100 times the rest (B42).
+    # One key 100 times the rest.
     spiked = key.copy()
     spiked[:, 77] *= 100
     inputs = {"query": 3 * rng.normal(size=query.shape).astype(np.float16), "key": spiked,
@@ -552,7 +552,7 @@ def test_more_than_65535_batch_heads() -> None:
 @gpu
 @pytest.mark.slow
 def test_more_than_2_to_the_31_elements() -> None:
-    """B23: the last rows of a query, and the last keys, beyond the 2^31st element."""
+    """The last rows of a query, and the last keys, beyond the 2^31st element."""
     heads, head_dim = 128, 128
     seqlen = 2**31 // (heads * head_dim) + 256
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))

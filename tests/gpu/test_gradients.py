@@ -53,12 +53,12 @@ def expected_gradients(inputs: dict[str, Any], cotangents: Any, causal: str | No
     [
         (None, (131, 77), 64),
         ("bottom_right", (77, 131), 128),
-        ("bottom_right", (131, 77), 64),  # B03: rows without keys
+        ("bottom_right", (131, 77), 64),  # rows without keys
         ("top_left", (131, 77), 64),
     ],
 )
 def test_against_float64(causal: str | None, size: tuple[int, int], head_dim: int) -> None:
-    """B11, B24: group sums of dk and dv, dlogsumexp, both precisions in one program."""
+    """Group sums of dk and dv, dlogsumexp, both precisions in one program."""
     case = cases.Case("gradient", seqlen_q=size[0], seqlen_k=size[1], num_heads_q=8,
                       num_heads_kv=2, head_dim=head_dim)  # fmt: skip
     inputs = cases.make_inputs(case)
@@ -86,7 +86,7 @@ def test_against_float64(causal: str | None, size: tuple[int, int], head_dim: in
 
 @gpu
 def test_one_key() -> None:
-    """B20: softmax over one key is constant: dq and dk are 0, dv is the sum of dout."""
+    """Softmax over one key is constant: dq and dk are 0, dv is the sum of dout."""
     sizes = (1, 2, 17)
     many = [
         cases.make_inputs(
@@ -118,7 +118,7 @@ def test_one_key() -> None:
 
 @gpu
 def test_large_inputs() -> None:
-    """B42: three and ten times normal inputs keep the gradients finite."""
+    """Three and ten times normal inputs keep the gradients finite."""
     case = cases.Case("large", seqlen_q=500, seqlen_k=500, num_heads_q=4, num_heads_kv=2,
                       head_dim=128)  # fmt: skip
     inputs = cases.make_inputs(case, np.float16, distribution="normal")

@@ -119,7 +119,7 @@ def test_vmap_of_scale_and_descales() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_vmap_and_grad_in_any_order(preset: str) -> None:
-    """B01: three examples of batch 2; each example gets its own gradient."""
+    """Three examples of batch 2; each example gets its own gradient."""
     x = examples()
     weights = np.random.default_rng(8).normal(size=x["query"].shape).astype(np.float32)
 
@@ -144,7 +144,7 @@ def test_vmap_and_grad_in_any_order(preset: str) -> None:
 
 
 def test_traced_scale_does_not_recompile() -> None:
-    """B16: new values of softmax_scale reuse the program; each value counts."""
+    """New values of softmax_scale reuse the program; each value counts."""
     x = jax.tree.map(jnp.asarray, {n: a[0] for n, a in examples().items()})
     traces = []
 
@@ -163,7 +163,7 @@ def test_traced_scale_does_not_recompile() -> None:
 
 
 def test_memory_layouts() -> None:
-    """B26: split, transposed, broadcast and strided operands equal contiguous copies, twice."""
+    """Split, transposed, broadcast and strided operands equal contiguous copies, twice."""
     rng = np.random.default_rng(9)
     packed = rng.normal(size=(2, 300, 3, 8, 64)).astype(cases.BFLOAT16)
     heads_first = rng.normal(size=(2, 8, 300, 64)).astype(cases.BFLOAT16)

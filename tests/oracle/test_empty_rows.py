@@ -29,7 +29,7 @@ def ones_like_results(case: cases.Case) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_causal_rows_before_the_first_key(precision: str) -> None:
-    """B03: 5 rows and 2 keys, bottom right: rows 0..2 see nothing."""
+    """5 rows and 2 keys, bottom right: rows 0..2 see nothing."""
     case = cases.Case("b03", batch=2, seqlen_q=5, seqlen_k=2, num_heads_q=4, num_heads_kv=2)
     inputs = cases.make_inputs(case, F32)
     out, logsumexp = helpers.attend(**inputs, is_causal=True, precision=precision)
@@ -50,7 +50,7 @@ def test_causal_rows_before_the_first_key(precision: str) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("reason", ["no_keys", "length_0", "window", "segment", "mask", "bias"])
 def test_logsumexp_of_empty_rows(reason: str, precision: str) -> None:
-    """B05 and B31: -inf, never +inf, NaN or a large number; out exactly 0."""
+    """-inf, never +inf, NaN or a large number; out exactly 0."""
     case = cases.Case("b05", seqlen_q=6, seqlen_k=7, head_dim=16)
     inputs: dict[str, Any] = cases.make_inputs(case)
     empty = np.zeros((2, 6), bool)
@@ -114,7 +114,7 @@ def test_extreme_sinks(sink: float, precision: str) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("size", [(0, 16, 7), (2, 0, 7), (2, 5, 0), (0, 0, 0)])
 def test_zero_sizes(size: tuple[int, int, int], precision: str) -> None:
-    """B21: forward and gradient of every zero-sized call."""
+    """Forward and gradient of every zero-sized call."""
     batch, rows, keys = size
     arrays = {
         "query": np.ones((batch, rows, 4, 64), cases.BFLOAT16),
@@ -137,7 +137,7 @@ def test_zero_sizes(size: tuple[int, int, int], precision: str) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (17, 1), (1, 17), (3, 2)])
 def test_tiny_sizes(rows: int, keys: int, precision: str) -> None:
-    """B20: with one key softmax is 1, so dq and dk are 0."""
+    """With one key softmax is 1, so dq and dk are 0."""
     case = cases.Case("tiny", batch=1, seqlen_q=rows, seqlen_k=keys, num_heads_q=2,
                       num_heads_kv=1, head_dim=16)  # fmt: skip
     inputs = cases.make_inputs(case, cases.FLOAT16)
@@ -257,7 +257,7 @@ def test_visible_nan_stays_in_its_rows(where: str, precision: str) -> None:
 
 
 def test_fully_masked_row_is_not_the_mean_of_values() -> None:
-    """B31: jax.nn averages the values of such a row; the rule here is 0."""
+    """jax.nn averages the values of such a row; the rule here is 0."""
     inputs = cases.make_inputs(cases.Case("b31", seqlen_q=4, seqlen_k=6, head_dim=16), F32)
     mask = np.ones((2, 6, 4, 6), bool)
     mask[:, :, 2] = False

@@ -62,7 +62,7 @@ def test_every_case(name: str) -> None:
     ],
 )
 def test_other_input_kinds(name: str, dtype: np.dtype) -> None:
-    """B07: descales differ per (batch, kv head) and are far from 1."""
+    """Descales differ per (batch, kv head) and are far from 1."""
     case = cases.by_name(name)
     check(
         cases.make_inputs(case, dtype),
@@ -73,7 +73,7 @@ def test_other_input_kinds(name: str, dtype: np.dtype) -> None:
 
 
 def test_mixed_kinds() -> None:
-    """B62: float8 kinds may differ, and a 16-bit query may meet float8 keys and values."""
+    """Float8 kinds may differ, and a 16-bit query may meet float8 keys and values."""
     case = cases.by_name("causal")
     narrow, other = (cases.make_inputs(case, t) for t in (cases.E4M3, cases.E5M2))
     wide = cases.make_inputs(case)
@@ -87,7 +87,7 @@ def test_mixed_kinds() -> None:
 
 
 def test_descale_shapes() -> None:
-    """B07: scalar, [num_heads_kv] and [batch, num_heads_kv] mean the same numbers."""
+    """Scalar, [num_heads_kv] and [batch, num_heads_kv] mean the same numbers."""
     inputs = cases.make_inputs(cases.by_name("plain"), cases.E4M3)
     descales = {n: x for n, x in inputs.items() if n.endswith("descale")}
     rest = {n: x for n, x in inputs.items() if n not in descales}
@@ -117,7 +117,7 @@ def test_e5m2_images() -> None:
 @pytest.mark.parametrize("center_value", [True, False])
 @pytest.mark.parametrize("seqlen_k", [4096, 131072])
 def test_constant_values_come_back(seqlen_k: int, center_value: bool) -> None:
-    """B09: value = 1 gives 1 however many keys there are: the row sum is that of rounded P."""
+    """value = 1 gives 1 however many keys there are: the row sum is that of rounded P."""
     rng = np.random.default_rng(seqlen_k)
     query = rng.normal(size=(1, 5, 2, 64)).astype(cases.BFLOAT16)
     key = rng.normal(size=(1, seqlen_k, 1, 64)).astype(cases.BFLOAT16)
@@ -129,7 +129,7 @@ def test_constant_values_come_back(seqlen_k: int, center_value: bool) -> None:
 
 
 def test_error_does_not_grow_with_keys() -> None:
-    """B09: alternating values plus a needle, 4k against 64k keys."""
+    """Alternating values plus a needle, 4k against 64k keys."""
     errors = []
     for seqlen_k in (4096, 65536):
         rng = np.random.default_rng(1)

@@ -59,7 +59,7 @@ def test_native(name: str, blocks: Any) -> None:
 
 @pytest.mark.parametrize(("heads", "kv"), [(6, 2), (5, 1), (7, 7), (12, 4)])
 def test_group_sum(heads: int, kv: int) -> None:
-    """B24: dk and dv sum over the query heads of a group."""
+    """dk and dv sum over the query heads of a group."""
     case = cases.Case("group", seqlen_q=9, seqlen_k=13, num_heads_q=heads, num_heads_kv=kv,
                       head_dim=16)  # fmt: skip
     inputs = cases.make_inputs(case, F32)
@@ -72,7 +72,7 @@ def test_group_sum(heads: int, kv: int) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "everything"])
 def test_fp8_is_straight_through(name: str) -> None:
-    """B11: gradients have the inputs' dtype and stay near the exact ones."""
+    """Gradients have the inputs' dtype and stay near the exact ones."""
     case = cases.by_name(name)
     inputs = cases.make_inputs(case)
     cotangents = cotangents_of(case)
@@ -129,7 +129,7 @@ def test_forward_mode_agrees_with_reverse(precision: str) -> None:
 
 
 def test_second_order() -> None:
-    """B57: a Hessian-vector product, forward over reverse and reverse over reverse."""
+    """A Hessian-vector product, forward over reverse and reverse over reverse."""
     f, arguments = small("native")
     rng = np.random.default_rng(3)
     direction = tuple(jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in arguments)

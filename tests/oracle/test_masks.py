@@ -38,7 +38,7 @@ def picture(seen: np.ndarray) -> list[str]:
 
 
 def test_window_is_inclusive() -> None:
-    """B18: (3, 2) spans i - 3 .. i + 2."""
+    """(3, 2) spans i - 3 .. i + 2."""
     assert picture(seen_by(10, 10, window_size=(3, 2))) == [
         "xxx.......",
         "xxxx......",
@@ -54,7 +54,7 @@ def test_window_is_inclusive() -> None:
 
 
 def test_window_follows_the_diagonal() -> None:
-    """B18: with seqlen_q != seqlen_k the window moves by seqlen_k - seqlen_q unless top_left."""
+    """With seqlen_q != seqlen_k the window moves by seqlen_k - seqlen_q unless top_left."""
     assert picture(seen_by(2, 5, window_size=(1, 0))) == ["..xx.", "...xx"]
     assert picture(seen_by(2, 5, window_size=(1, 0), causal_alignment="top_left")) == [
         "x....",
@@ -86,7 +86,7 @@ def test_right_window_is_cut_by_causal() -> None:
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 4), (3, 128), (128, 3), (2, 5), (5, 2), (127, 129)])
 def test_causal_alignment(rows: int, keys: int) -> None:
-    """B04: both corners, against a triangle built by numpy."""
+    """Both corners, against a triangle built by numpy."""
     corner = np.tri(rows, keys, keys - rows, bool)
     np.testing.assert_array_equal(seen_by(rows, keys, is_causal=True), corner)
     top_left = seen_by(rows, keys, is_causal=True, causal_alignment="top_left")
@@ -121,7 +121,7 @@ def test_lengths_beyond_the_array_are_clipped() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_segments_equal_separate_runs(is_causal: bool) -> None:
-    """B14: ids that end off tile edges; padding rows are 0."""
+    """Ids that end off tile edges; padding rows are 0."""
     lengths, seqlen = (70, 129, 85), 300
     ids = np.concatenate([np.full(n, i + 1) for i, n in enumerate(lengths)] + [np.full(16, -1)])
     case = cases.Case("packed", batch=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16)

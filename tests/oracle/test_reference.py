@@ -80,7 +80,7 @@ def test_ranks_and_leading_axes(dtype: np.dtype, precision: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [8, 16, 40, 72, 80, 96, 160, 192, 256])
 def test_any_head_dim_keeps_its_own_scale(head_dim: int) -> None:
-    """B17: the default scale is that of the unpadded head_dim."""
+    """The default scale is that of the unpadded head_dim."""
     case = cases.Case("dims", seqlen_q=9, seqlen_k=21, head_dim=head_dim, head_dim_v=24)
     inputs = cases.make_inputs(case)
     expected, _ = oracle.attention(**inputs)
@@ -93,7 +93,7 @@ def test_any_head_dim_keeps_its_own_scale(head_dim: int) -> None:
 
 @pytest.mark.parametrize("scale", [1, np.float32(0.1), np.float64(0.1), ml_dtypes.bfloat16(0.25)])
 def test_scale_types(scale: object) -> None:
-    """B16: any real scalar."""
+    """Any real scalar."""
     inputs = cases.make_inputs(cases.Case("scales", seqlen_q=5, seqlen_k=7, head_dim=16), F32)
     expected, _ = oracle.attention(**inputs, softmax_scale=float(scale))
     out, _ = helpers.attend(**inputs, softmax_scale=scale, precision="native")
@@ -110,7 +110,7 @@ def test_scale_types(scale: object) -> None:
     ],
 )
 def test_mask_and_bias_broadcast(mask_shape: tuple, bias_shape: tuple) -> None:
-    """B55: every broadcastable shape, with a float32 bias beside bfloat16 inputs."""
+    """Every broadcastable shape, with a float32 bias beside bfloat16 inputs."""
     inputs = cases.make_inputs(cases.by_name("plain"))
     rng = np.random.default_rng(5)
     mask = rng.random(mask_shape) < 0.8
