@@ -5,6 +5,7 @@ from importlib.metadata import version as _version
 
 from jax_fa3._attention import attention
 from jax_fa3._config_report import show_config
+from jax_fa3._context_parallel import context_parallel_attention, zigzag_shard, zigzag_unshard
 from jax_fa3._dot_product import dot_product_attention
 from jax_fa3._explain import Plan, explain
 from jax_fa3._ffi import export_disabled_checks
@@ -25,6 +26,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "checkpoint_policy",
+    "context_parallel_attention",
     "dequantize",
     "dot_product_attention",
     "explain",
@@ -32,4 +34,6 @@ __all__ = [
     "merge_attention",
     "quantize",
     "show_config",
+    "zigzag_shard",
+    "zigzag_unshard",
 ]

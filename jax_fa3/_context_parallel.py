@@ -1,0 +1,388 @@
+"""`context_parallel_attention`: attention over a sequence that is sharded over devices.
+
+Every strategy is made of plain local calls, full or causal, so that the kernels serve them:
+  ring, all_gather   the device's own keys first, then the keys of every other device; the partial
+                     results are merged in float32. They differ in how the other keys arrive.
+  ulysses            heads and sequence change places, one call on whole sequences, and back.
+
+Zigzag: the sequence is cut into 2 n chunks and device i holds chunks i and 2 n - 1 - i. Its own
+part is then plainly causal. Of the four pairs of chunks (rows of device i, keys of device j != i)
+exactly two are visible, both in full: (late, early), and (early, early) for j < i or (late, late)
+for j > i. So every device computes the same two blocks per step and no work is thrown away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa3 import _attention, _compat, _option_checks, _shapes
+from jax_fa3._merge import merge_attention
+from jax_fa3._option_checks import show
+from jax_fa3._quantize import Quantization
+
+_NAME = "context_parallel_attention"
+
+Partial = tuple[jax.Array, jax.Array]  # out [batch, rows, heads, head_dim_v], logsumexp
+Local = Callable[..., Partial]
+Shards = Iterator[tuple[jax.Array, jax.Array]]  # key and value of other devices, step by step
+
+
+def context_parallel_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    axis_name: str | tuple[str, ...],
+    strategy: Literal["ring", "all_gather", "ulysses"] = "ring",
+    layout: Literal["contiguous", "zigzag"] = "contiguous",
+    softmax_scale: Any = None,
+    is_causal: bool = False,
+    precision: Literal["fp8", "native"] = "fp8",
+    quantization: Quantization | None = None,
+    return_logsumexp: bool = False,
+    implementation: Literal["cuda", "xla"] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`attention` of a sequence sharded over a mesh axis; to be called inside `jax.shard_map`.
+
+    Every device passes its shard and gets the same rows of the result; together they equal
+    `attention` of the whole arrays. Rank 3 and more leading batch axes as in `attention`.
+
+    Args:
+      query: [batch, seqlen_q / n, num_heads_q, head_dim], n devices along axis_name; bfloat16,
+        float16 or float32.
+      key: [batch, seqlen_k / n, num_heads_kv, head_dim]; num_heads_kv divides num_heads_q.
+      value: [batch, seqlen_k / n, num_heads_kv, head_dim_v].
+      axis_name: the mesh axis (or axes, major first) that shards the sequence; any size, 1
+        included.
+      strategy: how key and value meet query.
+        "ring": they travel around the axis, n - 1 collective-permutes each; memory of one shard
+          in the forward pass.
+        "all_gather": they are gathered, one all-gather each; memory of the whole key and value.
+        "ulysses": all-to-alls give each device num_heads_q / n heads of the whole sequence; n must
+          divide num_heads_q. KV heads are repeated where n does not divide num_heads_kv.
+      layout: which rows device i holds. "contiguous": shard i of the sequence; with is_causal the
+        last device then has most work. "zigzag": chunks i and 2 n - 1 - i of 2 n, equal work; see
+        `zigzag_shard`. The shard must be even. Without is_causal the order does not matter.
+      softmax_scale, precision, quantization, return_logsumexp, implementation: as in `attention`.
+      is_causal: row i of the whole sequence sees keys <= i; query and key need the same seqlen.
+    Returns: out [batch, seqlen_q / n, num_heads_q, head_dim_v] of query's dtype; with
+      return_logsumexp also float32 [batch, num_heads_q, seqlen_q / n].
+    Raises:
+      ValueError: inputs contradict each other, or axis_name is not a manual axis here.
+      TypeError: wrong dtype or kind.
+      as `attention`, for the local call.
+    Transformations: those of `attention`, inside or around shard_map, with its checks on or off.
+      The backward pass of "ring" keeps the shards it received, so its memory is that of
+      "all_gather"; gradients of key and value are added up in their own dtype.
+    Numerics: partial results are merged in float32; each was rounded to query's dtype once. With
+      precision="fp8" every local call quantises what it sees: scales and means are those of a
+      shard (of half a shard for zigzag), not of the whole sequence, so "ring" and "all_gather"
+      differ from `attention` within the error of FP8. "ulysses" sees whole sequences.
+    Source: Ring Attention, arXiv:2310.01889; DeepSpeed-Ulysses, arXiv:2309.14509.
+    """
+    for argument, x in {"query": query, "key": key, "value": value}.items():
+        if hasattr(x, "dtype") and hasattr(x, "shape") and _shapes.is_float8(x):
+            raise TypeError(
+                f"{_NAME}: {argument} must be bfloat16, float16 or float32; got {x.dtype}. Pass"
+                " 16-bit inputs, attention quantises them itself."
+            )
+    _option_checks.check_choice(_NAME, "strategy", strategy, ("ring", "all_gather", "ulysses"))
+    _option_checks.check_choice(_NAME, "layout", layout, ("contiguous", "zigzag"))
+    _shapes.check_attention(
+        _NAME,
+        query,
+        key,
+        value,
+        softmax_scale=softmax_scale,
+        is_causal=is_causal,
+        precision=precision,
+        quantization=quantization,
+        return_logsumexp=return_logsumexp,
+        implementation=implementation,
+    )
+    size, index = _place_on_axis(axis_name)
+    _check_shards(query, key, size, strategy, layout, is_causal)
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    leading = query.shape[:-3]
+    query, key, value = (x.reshape(math.prod(leading), *x.shape[-3:]) for x in (query, key, value))
+    if softmax_scale is None:
+        softmax_scale = np.float32(query.shape[-1] ** -0.5)
+    # NOTE: all of it varies over the axis from here on, the scale too. Otherwise its gradient would
+    # be summed over devices inside a branch that only some of them take, and they would wait for
+    # the others forever.
+    query, key, value, softmax_scale, index = _compat.mark_varying(
+        [query, key, value, jnp.asarray(softmax_scale, jnp.float32), index]
+    )
+
+    def local(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> Partial:
+        out, logsumexp = _attention.run(
+            _NAME,
+            query,
+            key,
+            value,
+            arrays={"softmax_scale": softmax_scale},
+            static={"is_causal": is_causal, "precision": precision, "quantization": quantization},
+            return_logsumexp=True,
+            implementation=implementation,
+        )
+        return out, logsumexp
+
+    zigzag = bool(is_causal) and layout == "zigzag"
+    if size == 1:
+        out, logsumexp = local(query, key, value, is_causal=is_causal)
+    elif strategy == "ulysses":
+        out, logsumexp = _ulysses(query, key, value, local, axis_name, size, is_causal, zigzag)
+    elif strategy == "all_gather" and not is_causal:
+        key, value = (jax.lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (key, value))
+        out, logsumexp = local(query, key, value, is_causal=False)
+    else:
+        others = _ring_shards if strategy == "ring" else _gathered_shards
+        shards = others(key, value, axis_name, size, index)
+        wide = _in_float32(local)
+        if zigzag:
+            out, logsumexp = _zigzag_steps(query, key, value, shards, wide, index)
+        else:
+            out, logsumexp = _contiguous_steps(query, key, value, shards, wide, index, is_causal)
+        out = out.astype(query.dtype)
+    out = out.reshape(*leading, *out.shape[1:])
+    logsumexp = logsumexp.reshape(*leading, *logsumexp.shape[1:])
+    return (out, logsumexp) if return_logsumexp else out
+
+
+def zigzag_shard(x: Any, num_shards: int, *, axis: int = 1) -> jax.Array:
+    """Reorders a whole sequence so that equal shards of it hold what layout="zigzag" asks for.
+
+    Args:
+      x: the whole array, [batch, seqlen, ...] for the default axis; before it is sharded.
+      num_shards: devices along the sequence; 2 num_shards divides seqlen.
+      axis: the sequence axis (2 for logsumexp).
+    Returns: x with chunks 0, 2 n - 1, 1, 2 n - 2, ... along axis, n = num_shards.
+    Raises: ValueError or TypeError when the sizes do not fit.
+    """
+    axis = _check_zigzag("zigzag_shard", x, num_shards, axis)
+    return _reorder(jnp.asarray(x), _zigzag_order(num_shards), axis)
+
+
+def zigzag_unshard(x: Any, num_shards: int, *, axis: int = 1) -> jax.Array:
+    """Inverse of `zigzag_shard`: the whole sequence in its natural order; arguments as there."""
+    axis = _check_zigzag("zigzag_unshard", x, num_shards, axis)
+    return _reorder(jnp.asarray(x), np.argsort(_zigzag_order(num_shards)), axis)
+
+
+def _contiguous_steps(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    shards: Shards,
+    local: Local,
+    index: jax.Array,
+    is_causal: bool,
+) -> Partial:
+    """The own keys, then those of device index - step (modulo n) at each step."""
+    out, logsumexp = local(query, key, value, is_causal=is_causal)
+    for step, (other_key, other_value) in enumerate(shards, start=1):
+
+        def seen(out: jax.Array, logsumexp: jax.Array, key: jax.Array, value: jax.Array) -> Partial:
+            part, part_logsumexp = local(query, key, value, is_causal=False)
+            return merge_attention([out, part], [logsumexp, part_logsumexp])
+
+        def unseen(
+            out: jax.Array, logsumexp: jax.Array, key: jax.Array, value: jax.Array
+        ) -> Partial:
+            return out, logsumexp
+
+        state = (out, logsumexp, other_key, other_value)
+        if is_causal:  # index < step: the ring wrapped around, to a later part of the sequence
+            out, logsumexp = jax.lax.cond(index >= step, seen, unseen, *state)
+        else:
+            out, logsumexp = seen(*state)
+    return out, logsumexp
+
+
+def _zigzag_steps(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    shards: Shards,
+    local: Local,
+    index: jax.Array,
+) -> Partial:
+    """Causal steps as the head of this file explains; both visible blocks are one local call."""
+    out, logsumexp = local(query, key, value, is_causal=True)
+    early_query, late_query = _halves(query, 1)
+    (early_out, late_out), (early_lse, late_lse) = _halves(out, 1), _halves(logsumexp, 2)
+    for step, (other_key, other_value) in enumerate(shards, start=1):
+        from_earlier = index >= step  # device index - step did not wrap around
+        early_key, late_key = _halves(other_key, 1)
+        early_value, late_value = _halves(other_value, 1)
+        part, part_lse = local(
+            _join(late_query, jnp.where(from_earlier, early_query, late_query)),
+            _join(early_key, jnp.where(from_earlier, early_key, late_key)),
+            _join(early_value, jnp.where(from_earlier, early_value, late_value)),
+            is_causal=False,
+        )
+        # first: (late, early). second: (early, early) or (late, late); empty for the other rows.
+        (first, second), (first_lse, second_lse) = _halves(part, 0), _halves(part_lse, 0)
+        for_early = jnp.where(from_earlier, second_lse, -jnp.inf)
+        for_late = jnp.where(from_earlier, -jnp.inf, second_lse)
+        early_out, early_lse = merge_attention([early_out, second], [early_lse, for_early])
+        late_out, late_lse = merge_attention(
+            [late_out, first, second], [late_lse, first_lse, for_late]
+        )
+    return (
+        jnp.concatenate([early_out, late_out], axis=1),
+        jnp.concatenate([early_lse, late_lse], axis=2),
+    )
+
+
+def _ring_shards(
+    key: jax.Array, value: jax.Array, axis_name: Any, size: int, index: jax.Array
+) -> Shards:
+    """Every device hands on what it holds; key and value apart, a permute takes one dtype."""
+    del index
+    to_next = [(device, (device + 1) % size) for device in range(size)]
+    for _ in range(1, size):
+        key = jax.lax.ppermute(key, axis_name, to_next)
+        value = jax.lax.ppermute(value, axis_name, to_next)
+        yield key, value
+
+
+def _gathered_shards(
+    key: jax.Array, value: jax.Array, axis_name: Any, size: int, index: jax.Array
+) -> Shards:
+    """What the ring would bring at each step, out of one gather."""
+    keys, values = (jax.lax.all_gather(x, axis_name) for x in (key, value))
+    for step in range(1, size):
+        source = (index - step) % size
+        yield (
+            jax.lax.dynamic_index_in_dim(keys, source, keepdims=False),
+            jax.lax.dynamic_index_in_dim(values, source, keepdims=False),
+        )
+
+
+def _ulysses(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    local: Local,
+    axis_name: Any,
+    size: int,
+    is_causal: bool,
+    zigzag: bool,
+) -> Partial:
+    """Whole sequences of num_heads_q / size heads on each device."""
+    # Each device's query heads must find their KV heads with them, in groups of one size.
+    repeats = math.lcm(key.shape[2], size) // key.shape[2]
+    key, value = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (key, value))
+
+    def swap(x: jax.Array, split: int, concat: int) -> jax.Array:
+        swapped: jax.Array = jax.lax.all_to_all(
+            x, axis_name, split_axis=split, concat_axis=concat, tiled=True
+        )
+        return swapped
+
+    query, key, value = (swap(x, 2, 1) for x in (query, key, value))
+    order = _zigzag_order(size)
+    if zigzag:
+        query, key, value = (_reorder(x, np.argsort(order), 1) for x in (query, key, value))
+    out, logsumexp = local(query, key, value, is_causal=is_causal)
+    if zigzag:
+        out, logsumexp = _reorder(out, order, 1), _reorder(logsumexp, order, 2)
+    return swap(out, 1, 2), swap(logsumexp, 2, 1)
+
+
+def _in_float32(local: Local) -> Local:
+    """local with its out in float32, for merging."""
+
+    def widened(*args: jax.Array, is_causal: bool) -> Partial:
+        out, logsumexp = local(*args, is_causal=is_causal)
+        return out.astype(jnp.float32), logsumexp
+
+    return widened
+
+
+def _halves(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    first, second = jnp.split(x, 2, axis=axis)
+    return first, second
+
+
+def _join(first: jax.Array, second: jax.Array) -> jax.Array:
+    return jnp.concatenate([first, second], axis=0)
+
+
+def _zigzag_order(num_shards: int) -> np.ndarray[Any, Any]:
+    """Chunks in the order of the shards: 0, 2 n - 1, 1, 2 n - 2, ..."""
+    early = np.arange(num_shards, dtype=np.int32)
+    return np.stack([early, 2 * num_shards - 1 - early], axis=1).reshape(-1)
+
+
+def _reorder(x: jax.Array, order: np.ndarray[Any, Any], axis: int) -> jax.Array:
+    """x with its equal chunks along axis in this order."""
+    chunks = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
+    return jnp.take(chunks, order, axis=axis).reshape(x.shape)
+
+
+def _place_on_axis(axis_name: Any) -> tuple[int, jax.Array]:
+    """Size of the axis and this device's index on it."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    is_tuple = isinstance(names, tuple) and len(names) > 0
+    if not is_tuple or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{_NAME}: axis_name must be the name of a mesh axis or a tuple of names; got"
+            f" {axis_name!r}."
+        )
+    try:
+        return int(jax.lax.axis_size(axis_name)), jax.lax.axis_index(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"{_NAME}: axis_name must name a manual axis of the jax.shard_map around the call; got"
+            f" {axis_name!r}."
+        ) from error
+
+
+def _check_shards(
+    query: Any, key: Any, size: int, strategy: str, layout: str, is_causal: bool
+) -> None:
+    seqlen_q, num_heads_q = query.shape[-3:-1]
+    seqlen_k = key.shape[-3]
+    if is_causal and seqlen_q != seqlen_k:
+        raise ValueError(
+            f"{_NAME}: key must have the seqlen of query ({seqlen_q} per device) with"
+            f" is_causal=True; got {seqlen_k}."
+        )
+    if layout == "zigzag":
+        for argument, seqlen in {"query": seqlen_q, "key": seqlen_k}.items():
+            if seqlen % 2:
+                raise ValueError(
+                    f"{_NAME}: {argument} must have an even seqlen per device with"
+                    f' layout="zigzag"; got {seqlen}.'
+                )
+    if strategy == "ulysses" and num_heads_q % size:
+        raise ValueError(
+            f"{_NAME}: query must have a num_heads_q that is a multiple of the {size} devices"
+            f' with strategy="ulysses"; got {num_heads_q}. Pass strategy="ring".'
+        )
+
+
+def _check_zigzag(function: str, x: Any, num_shards: Any, axis: Any) -> int:
+    """The axis, counted from the front."""
+    shape, _ = _option_checks.shape_and_dtype(function, "x", x)
+    for argument, number in {"num_shards": num_shards, "axis": axis}.items():
+        if isinstance(number, (bool, np.bool_)) or not isinstance(number, (int, np.integer)):
+            raise TypeError(f"{function}: {argument} must be an int; got {number!r}.")
+    if num_shards < 1:
+        raise ValueError(f"{function}: num_shards must be at least 1; got {num_shards}.")
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"{function}: axis must be an axis of x {show(shape)}; got {axis}.")
+    if shape[axis] % (2 * num_shards):
+        raise ValueError(
+            f"{function}: x must have a multiple of {2 * num_shards} (2 num_shards) along axis"
+            f" {axis}; got {show(shape)}."
+        )
+    return int(axis) % len(shape)

@@ -1,0 +1,325 @@
+"""A sequence sharded over devices gives the results of one device, by the promised collectives."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from rules.support import (
+    assert_close,
+    attend,
+    calls,
+    collectives,
+    cuda_text,
+    executions,
+    inputs,
+    loss_of,
+)
+
+import jax_fa3
+
+pytestmark = pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs eight CPU devices")
+
+STRATEGIES = ("ring", "all_gather", "ulysses")
+COLLECTIVE = {"ring": "collective-permute", "all_gather": "all-gather", "ulysses": "all-to-all"}
+# Six query heads on three KV heads: with "ulysses" on two devices the groups straddle devices.
+SIZES: dict[str, Any] = {"dtype": jnp.float32, "heads_q": 6, "heads_kv": 3}
+# Two KV heads on four or eight devices: "ulysses" repeats them.
+WIDE: dict[str, Any] = {"dtype": jnp.float32, "heads_q": 8, "heads_kv": 2}
+EXACT = 1e-5
+
+
+def mesh_of(*shape: int) -> Mesh:
+    """Devices along "cp"; with two sizes along "dp" and "cp"."""
+    names = ("dp", "cp")[2 - len(shape) :]
+    devices = np.array(jax.devices("cpu")[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def parallel(
+    mesh: Mesh, *, batch: str | None = None, axis: Any = "cp", check: bool = True, **options: Any
+) -> Callable[..., Any]:
+    """(query, key, value) in the layout's order -> (out, logsumexp) in that order."""
+    options = {"precision": "native", **options}
+
+    def local(query: Any, key: Any, value: Any) -> Any:
+        return jax_fa3.context_parallel_attention(
+            query, key, value, axis_name=axis, return_logsumexp=True, **options
+        )
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(batch, axis),) * 3,
+        out_specs=(P(batch, axis), P(batch, None, axis)),
+        check_vma=check,
+    )
+
+
+def natural(fn: Callable[..., Any], layout: str, size: int) -> Callable[..., Any]:
+    """fn on sequences in natural order."""
+    if layout == "contiguous":
+        return fn
+
+    def reordered(*args: Any) -> Any:
+        out, logsumexp = fn(*(jax_fa3.zigzag_shard(x, size) for x in args))
+        return (
+            jax_fa3.zigzag_unshard(out, size),
+            jax_fa3.zigzag_unshard(logsumexp, size, axis=2),
+        )
+
+    return reordered
+
+
+@functools.cache
+def single(is_causal: bool) -> Callable[..., Any]:
+    return jax.jit(attend("xla", precision="native", is_causal=is_causal))
+
+
+def pull(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Results and gradients by one compilation."""
+
+    def both(*args: Any) -> Any:
+        loss = loss_of(fn)
+        return fn(*args), jax.grad(loss, (0, 1, 2))(*args)
+
+    return jax.jit(both)
+
+
+class TestValues:
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_two_devices(self, strategy: str, layout: str, is_causal: bool) -> None:
+        args = inputs(**SIZES, seqlen_q=12, seqlen_k=12)
+        fn = parallel(mesh_of(2), strategy=strategy, layout=layout, is_causal=is_causal)
+        compiled = jax.jit(natural(fn, layout, 2))
+        assert_close(compiled(*args), single(is_causal)(*args), EXACT)
+
+    @pytest.mark.parametrize(
+        ("strategy", "layout"),
+        [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "zigzag")],
+    )
+    def test_eight_devices(self, strategy: str, layout: str) -> None:
+        args = inputs(**WIDE, seqlen_q=16, seqlen_k=16)
+        fn = parallel(mesh_of(8), strategy=strategy, layout=layout, is_causal=True)
+        assert_close(jax.jit(natural(fn, layout, 8))(*args), single(True)(*args), EXACT)
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_one_device(self, strategy: str) -> None:
+        args = inputs(**SIZES, seqlen_q=12, seqlen_k=12)
+        fn = parallel(mesh_of(1), strategy=strategy, layout="zigzag", is_causal=True)
+        assert_close(jax.jit(fn)(*args), single(True)(*args), EXACT)
+        assert collectives(fn, *args) == []
+
+    def test_other_seqlen_of_key_and_rank_three(self) -> None:
+        args = tuple(x[0] for x in inputs(**SIZES, seqlen_q=6, seqlen_k=10))
+
+        def local(*args: Any) -> Any:
+            return jax_fa3.context_parallel_attention(*args, axis_name="cp", precision="native")
+
+        fn = jax.shard_map(local, mesh=mesh_of(2), in_specs=(P("cp"),) * 3, out_specs=P("cp"))
+        # Not under jit on purpose.
+        assert_close(fn(*args), single(False)(*args)[0], EXACT)
+
+    def test_two_axes_as_one_and_checks_off(self) -> None:
+        args = inputs(**SIZES, seqlen_q=8, seqlen_k=8)
+        fn = parallel(mesh_of(2, 2), axis=("dp", "cp"), check=False, is_causal=True)
+        assert_close(jax.jit(fn)(*args), single(True)(*args), EXACT)
+
+    def test_keys_of_later_shards_may_hold_nan(self) -> None:
+        query, key, value = inputs(**SIZES, seqlen_q=8, seqlen_k=8)
+        key, value = key.at[:, -1].set(jnp.nan), value.at[:, -1].set(jnp.inf)
+        fn = parallel(mesh_of(2), is_causal=True)
+        (out, logsumexp), (dquery, _, _) = pull(fn)(query, key, value)
+        assert np.isfinite(out[:, :-1]).all()
+        assert np.isfinite(logsumexp[..., :-1]).all()
+        assert np.isfinite(dquery[:, :-1]).all()
+        assert np.isnan(out[:, -1]).all()
+
+
+class TestGradients:
+    """On the axis of four of a (2, 4) mesh, batch on the other."""
+
+    @pytest.mark.parametrize(
+        ("strategy", "layout"),
+        [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "zigzag")],
+    )
+    def test_causal(self, strategy: str, layout: str) -> None:
+        args = inputs(**WIDE, seqlen_q=8, seqlen_k=8)
+        fn = parallel(mesh_of(2, 4), batch="dp", strategy=strategy, layout=layout, is_causal=True)
+        got = pull(natural(fn, layout, 4))(*args)
+        assert_close(got, pull(single(True))(*args), EXACT)
+
+    def test_all_gather(self) -> None:
+        args = inputs(**SIZES, seqlen_q=8, seqlen_k=8)
+        fn = parallel(mesh_of(2), strategy="all_gather", is_causal=True)
+        assert_close(pull(fn)(*args), pull(single(True))(*args), EXACT)
+
+    def test_traced_scale_is_summed_outside_the_branches(self) -> None:
+        args = inputs(**SIZES, seqlen_q=4, seqlen_k=4)
+
+        def loss(sharded: bool) -> Any:
+            def fn(scale: Any, *args: Any) -> Any:
+                options: dict[str, Any] = {"is_causal": True, "softmax_scale": scale}
+                if not sharded:
+                    return loss_of(attend("xla", precision="native", **options))(*args)
+                return loss_of(parallel(mesh_of(2), **options))(*args)
+
+            return jax.jit(jax.grad(fn))
+
+        scale = jnp.float32(0.2)
+        assert_close(loss(True)(scale, *args), loss(False)(scale, *args), EXACT)
+
+
+class TestPrecision:
+    def test_ulysses_quantises_as_one_device_does(self) -> None:
+        args = inputs(seqlen_q=12, seqlen_k=12, heads_q=8, heads_kv=4)
+        fn = parallel(mesh_of(2), strategy="ulysses", is_causal=True, precision="fp8")
+        assert_close(jax.jit(fn)(*args), attend("xla", is_causal=True)(*args), EXACT)
+
+    def test_ring_quantises_per_shard(self) -> None:
+        args = inputs(seqlen_q=12, seqlen_k=12)
+        fn = parallel(mesh_of(2), layout="zigzag", is_causal=True, precision="fp8")
+        got = jax.jit(natural(fn, "zigzag", 2))(*args)
+        assert_close(got, single(True)(*args), 0.1)
+        preset = jax_fa3.Quantization.per_tensor()
+        coarse = parallel(mesh_of(1), is_causal=True, precision="fp8", quantization=preset)
+        assert got[0].dtype == jax.eval_shape(coarse, *args)[0].dtype == jnp.bfloat16
+
+
+class TestPrograms:
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_only_the_promised_collective(self, strategy: str, layout: str) -> None:
+        mesh = mesh_of(2)
+        sharding = jax.sharding.NamedSharding(mesh, P(None, "cp"))
+        args = jax.device_put(inputs(seqlen_q=8, seqlen_k=8), sharding)
+        fn = parallel(mesh, strategy=strategy, layout=layout, is_causal=True)
+        assert set(collectives(fn, *args)) == {COLLECTIVE[strategy]}
+
+    @pytest.mark.usefixtures("extension")
+    @pytest.mark.parametrize(
+        ("strategy", "layout", "kernels"),
+        [
+            ("ring", "contiguous", 4),
+            ("ring", "zigzag", 4),
+            ("all_gather", "zigzag", 4),
+            ("ulysses", "zigzag", 1),
+        ],
+    )
+    def test_the_kernels_serve_every_local_call(
+        self, strategy: str, layout: str, kernels: int
+    ) -> None:
+        args = inputs(heads_q=8, heads_kv=4, seqlen_q=16, seqlen_k=16)
+        fn = parallel(mesh_of(4), strategy=strategy, layout=layout, is_causal=True, precision="fp8")
+        text = cuda_text(fn, *args)
+        forward = {name for name in calls(text) if "fwd" in name}
+        assert len(forward) == 1
+        # Inside a manual region calls are printed with their dialect.
+        assert executions(text.replace("func.call @", "call @"), forward.pop()) == kernels
+
+    def test_each_permute_carries_one_array(self) -> None:
+        args = inputs(seqlen_q=16, seqlen_k=16)
+        jaxpr = str(jax.make_jaxpr(parallel(mesh_of(4), is_causal=True))(*args))
+        lines = [line for line in jaxpr.splitlines() if "= ppermute[" in line]
+        assert len(lines) == 2 * 3
+        assert all(len(re.findall(r"\w+:bf16", line.split("=")[0])) == 1 for line in lines)
+
+
+class TestZigzag:
+    def test_order_and_inverse(self) -> None:
+        x = jnp.arange(2 * 12 * 3).reshape(2, 12, 3)
+        moved = jax_fa3.zigzag_shard(x, 3)
+        np.testing.assert_array_equal(moved[0, :, 0] // 3, [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7])
+        np.testing.assert_array_equal(jax_fa3.zigzag_unshard(moved, 3), x)
+        other = jax_fa3.zigzag_shard(jnp.swapaxes(x, 1, 2), 3, axis=-1)
+        np.testing.assert_array_equal(jnp.swapaxes(other, 1, 2), moved)
+
+    @pytest.mark.parametrize("function", ["zigzag_shard", "zigzag_unshard"])
+    def test_refusals(self, function: str) -> None:
+        fn, x = getattr(jax_fa3, function), np.zeros((2, 10, 3))
+        with pytest.raises(
+            ValueError, match=rf"^{function}: x must have a multiple of 4 .*; got \[2, 10, 3\]\.$"
+        ):
+            fn(x, 2)
+        with pytest.raises(ValueError, match=f"^{function}: num_shards must be at least 1; got 0."):
+            fn(x, 0)
+        with pytest.raises(ValueError, match=rf"^{function}: axis must be an axis of x .*; got 3."):
+            fn(x, 5, axis=3)
+        with pytest.raises(TypeError, match=rf"^{function}: num_shards must be an int; got 2\.0\."):
+            fn(x, 2.0)
+        with pytest.raises(TypeError, match=f"^{function}: x must be an array; got str."):
+            fn("x", 2)
+
+
+class TestRefusals:
+    def refuse(
+        self, error: type[Exception], message: str, *, seqlen_k: int = 8, **options: Any
+    ) -> None:
+        args = inputs(seqlen_q=8, seqlen_k=seqlen_k)
+        with pytest.raises(error, match=f"(?m)^context_parallel_attention: {message}$"):
+            jax.eval_shape(parallel(mesh_of(4), **options), *args)
+
+    def test_choices(self) -> None:
+        self.refuse(
+            ValueError,
+            'strategy must be "ring" or "all_gather" or "ulysses"; got \'rings\'.',
+            strategy="rings",
+        )
+        self.refuse(ValueError, 'layout must be "contiguous" or "zigzag"; got None.', layout=None)
+        self.refuse(ValueError, "precision must be .*; got \"?'?fp4.*", precision="fp4")
+
+    def test_axis_name(self) -> None:
+        args = inputs(seqlen_q=8, seqlen_k=8)
+        message = r"axis_name must name a manual axis .* around the call; got 'cq'\."
+
+        def call(axis_name: Any) -> Any:
+            return jax_fa3.context_parallel_attention(*args, axis_name=axis_name)
+
+        with pytest.raises(ValueError, match=message):
+            call("cq")
+        fn = jax.shard_map(lambda x: call("cq"), mesh=mesh_of(2), in_specs=P(), out_specs=P())
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(fn, args[0])
+        with pytest.raises(TypeError, match=r"axis_name must be the name .*; got 3\."):
+            call(3)
+
+    def test_sizes(self) -> None:
+        self.refuse(
+            ValueError,
+            r"query must have a num_heads_q that is a multiple of the 4 devices with"
+            r' strategy="ulysses"; got 6\. Pass strategy="ring"\.',
+            strategy="ulysses",
+        )
+        self.refuse(
+            ValueError,
+            'key must have an even seqlen per device with layout="zigzag"; got 3.',
+            layout="zigzag",
+            seqlen_k=12,
+        )
+        self.refuse(
+            ValueError,
+            r"key must have the seqlen of query \(2 per device\) with is_causal=True; got 4\.",
+            is_causal=True,
+            seqlen_k=16,
+        )
+
+    def test_float8_inputs(self) -> None:
+        args = [x.astype(jnp.float8_e4m3fn) for x in inputs(seqlen_q=8, seqlen_k=8)]
+        with pytest.raises(TypeError, match="query must be bfloat16, float16 or float32; got"):
+            jax.eval_shape(parallel(mesh_of(4)), *args)
+
+    def test_what_attention_refuses(self) -> None:
+        args = inputs(dtype=jnp.float32, seqlen_q=8, seqlen_k=8)
+        message = "^context_parallel_attention: float32 inputs are not served by the kernels"
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(parallel(mesh_of(4), implementation="cuda"), *args)
