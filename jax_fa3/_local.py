@@ -98,9 +98,10 @@ def forward(operands: Operands, config: Config, only_cuda: bool) -> tuple[jax.Ar
         return out, logsumexp
     sizes = tuple(full[axis] for axis in grouped)
     heads_kv = arrays["key"].shape[-2]
+    heads = heads_kv, arrays["query"].shape[-2] // heads_kv
     return (
-        _ungroup(out, len(rest) + 1, heads_kv, sizes, grouped),
-        _ungroup(logsumexp, len(rest), heads_kv, sizes, grouped),
+        _ungroup(out, len(rest) + 1, heads, sizes, grouped),
+        _ungroup(logsumexp, len(rest), heads, sizes, grouped),
     )
 
 
@@ -196,10 +197,17 @@ def _fold_group(
 
 
 def _ungroup(
-    x: jax.Array, head_axis: int, heads_kv: int, sizes: tuple[int, ...], grouped: tuple[int, ...]
+    x: jax.Array,
+    head_axis: int,
+    heads: tuple[int, int],
+    sizes: tuple[int, ...],
+    grouped: tuple[int, ...],
 ) -> jax.Array:
-    """Inverse of `_fold_group` for a result with the folded heads at head_axis."""
-    group = x.shape[head_axis] // (heads_kv * math.prod(sizes))
+    """Inverse of `_fold_group` for a result with the folded heads at head_axis.
+
+    heads: num_heads_kv and query heads per kv head of one example.
+    """
+    heads_kv, group = heads
     before, after = x.shape[:head_axis], x.shape[head_axis + 1 :]
     x = x.reshape(*before, heads_kv, *sizes, group, *after)
     x = jnp.moveaxis(x, [head_axis + 1 + i for i in range(len(sizes))], grouped)

@@ -27,6 +27,8 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
     """Whether the dtype is a float, ml_dtypes included (numpy does not count those)."""
     if np.issubdtype(dtype, np.floating):
         return True
+    if np.issubdtype(dtype, np.complexfloating):
+        return False
     try:
         ml_dtypes.finfo(dtype)
     except ValueError:

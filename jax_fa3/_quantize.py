@@ -227,10 +227,14 @@ def exact_exp2(exponent: jax.Array) -> jax.Array:
 def power_of_two_exponent(amax: jax.Array, limit: float, *, closed: bool) -> jax.Array:
     """The int32 e that brings amax / 2^e under `limit`: into (limit/2, limit] when closed, else
     into [limit/2, limit). 0 for amax 0."""
-    fraction, exponent = jnp.frexp(amax)
+    # amax = fraction * 2^exponent by its bits; a subnormal one ends at the clip in any case.
+    # NOTE: not jnp.frexp, whose gradient trace breaks in shard_map with checks on (JAX 0.12).
+    bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
+    fraction = jax.lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F000000, jnp.float32)
+    exponent = (bits >> 23) - 126
     limit_fraction, limit_exponent = math.frexp(limit)
     over = fraction > limit_fraction if closed else fraction >= limit_fraction
-    e = exponent.astype(jnp.int32) - limit_exponent + over.astype(jnp.int32)
+    e = exponent - limit_exponent + over.astype(jnp.int32)
     # 2^e and 2^-e must both be float32 numbers.
     return jnp.where(amax > 0, jnp.clip(e, -126, 126), 0)
 

@@ -203,7 +203,11 @@ def _update(
         absolute = logits if block["shift"] is None else logits + block["shift"][..., None]
         logits = cap * jnp.tanh(absolute / cap)
     if keys["bias"] is not None:
-        logits = logits + keys["bias"].astype(jnp.float32) * np.float32(LOG2_E)
+        # A finite bias, also the lowest float32, must stay finite in log2 units.
+        bias = keys["bias"].astype(jnp.float32)
+        lowest = np.float32(0.5 * np.finfo(np.float32).min / LOG2_E)
+        bias = jnp.where(jnp.isneginf(bias), bias, jnp.maximum(bias, lowest))
+        logits = logits + bias * np.float32(LOG2_E)
     seen = _masks.visible(rules, block, keys)
     if seen is not None:
         logits = jnp.where(seen, logits, -jnp.inf)

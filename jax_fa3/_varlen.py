@@ -79,8 +79,12 @@ def attention_varlen(
         )
     max_q = _check_max("max_seqlen_q", max_seqlen_q)
     max_k = _check_max("max_seqlen_k", max_seqlen_k)
-    starts_q, lengths_q = _lengths("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_q)
-    starts_k, lengths_k = _lengths("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_k)
+    starts_q, lengths_q = _lengths(
+        "cu_seqlens_q", cu_seqlens_q, query.shape[0], "max_seqlen_q", max_q
+    )
+    starts_k, lengths_k = _lengths(
+        "cu_seqlens_k", cu_seqlens_k, key.shape[0], "max_seqlen_k", max_k
+    )
     if starts_q.shape != starts_k.shape:
         raise ValueError(
             f"{_NAME}: cu_seqlens_k must have shape [{starts_q.shape[0] + 1}] (that of "
@@ -129,7 +133,7 @@ def _check_max(argument: str, value: Any) -> int:
 
 
 def _lengths(
-    argument: str, cu_seqlens: Any, limit_name: str, limit: int
+    argument: str, cu_seqlens: Any, total: int, limit_name: str, limit: int
 ) -> tuple[jax.Array, jax.Array]:
     """Start and length of every sequence, int32 [num_sequences]."""
     bounds = jnp.asarray(cu_seqlens)
@@ -146,6 +150,11 @@ def _lengths(
         if known.min() < 0 or int(bounds[0]) != 0:
             raise ValueError(
                 f"{_NAME}: {argument} must start at 0 and not decrease; got {np.asarray(bounds)}."
+            )
+        if int(bounds[-1]) > total:
+            raise ValueError(
+                f"{_NAME}: {argument} must end at or before the {total} packed rows; "
+                f"got {int(bounds[-1])}."
             )
         if known.max() > limit:
             raise ValueError(

@@ -105,6 +105,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softmax_scale": 1j}, TypeError, "softmax_scale must be a real number; got 1j."),
     ({"softmax_scale": sds(dtype=np.bool_)}, TypeError,
      "softmax_scale must be a real number; got bool[]."),
+    ({"softmax_scale": sds(dtype=jnp.complex64)}, TypeError,
+     "softmax_scale must be a real number; got complex64[]."),
     ({"softmax_scale": sds(1, dtype=F32)}, ValueError,
      "softmax_scale must be a scalar; got an array of shape [1]."),
     ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite; got nan."),

@@ -100,6 +100,17 @@ def test_scale_types(scale: object) -> None:
     tolerances.check_close(out, expected, tolerances.NATIVE_F32)
 
 
+def test_the_lowest_bias_is_not_a_mask() -> None:
+    """A row of the lowest float32 throughout averages the values; -inf would empty it."""
+    inputs = cases.make_inputs(cases.by_name("plain"), np.dtype(np.float32))
+    bias = np.zeros((37, 53), np.float32)
+    bias[2] = np.finfo(np.float32).min
+    out, logsumexp = helpers.attend(**inputs, bias=bias, precision="native")
+    values = np.repeat(inputs["value"], 2, axis=2).mean(axis=1)
+    np.testing.assert_allclose(out[:, 2], values, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(logsumexp).all()
+
+
 @pytest.mark.parametrize(
     ("mask_shape", "bias_shape"),
     [

@@ -238,6 +238,15 @@ class TestManual:
         grad = jax.jit(jax.grad(loss_of(fn), (0, 1, 2)))(*args)
         assert_close(grad, jax.grad(loss_of(PLAIN), (0, 1, 2))(*args))
 
+    def test_fp8_gradient_with_checks(self, mesh: Mesh, implementation: str | None) -> None:
+        """Every constant of the quantiser must carry the varying axes of what it meets."""
+        args = inputs(**SIZES)
+        spec = P("dp", None, "tp")
+        fp8 = attend(implementation, is_causal=True)
+        fn = jax.shard_map(fp8, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec, P("dp", "tp")))
+        grad = jax.jit(jax.grad(loss_of(fn), (0, 1, 2)))(*args)
+        assert_close(grad, jax.grad(loss_of(attend("xla", is_causal=True)), (0, 1, 2))(*args))
+
     def test_replicated_key_and_value(self, mesh: Mesh, implementation: str | None) -> None:
         query = inputs(lead=(4,))[0]
         _, key, value = inputs(lead=(1,), seed=4)

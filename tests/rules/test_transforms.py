@@ -107,6 +107,14 @@ def test_vmap_of_grad_does_not_permute_examples() -> None:
     assert_close(jax.vmap(grad)(*args), stacked(grad, (True,) * 3, 0, *args))
 
 
+def test_vmap_of_no_example() -> None:
+    query, key, value = inputs()
+    none = jnp.zeros((0, *query.shape), query.dtype)
+    out, logsumexp = jax.vmap(lambda q: attend(precision="native")(q, key, value))(none)
+    assert out.shape == none.shape
+    assert logsumexp.shape[0] == 0
+
+
 def test_nested_vmap() -> None:
     query = inputs(lead=(3, 2, 2))[0]
     _, key, value = inputs(lead=(2, 2), seed=3)

@@ -138,6 +138,14 @@ def test_nothing_at_all() -> None:
             ValueError,
             r"value must have shape \[17, 3, head_dim_v\]",
         ),
+        (
+            {
+                "cu_seqlens_k": np.asarray(CU_K)
+                + 4 * np.eye(1, len(CU_K), len(CU_K) - 1, dtype=int)[0]
+            },
+            ValueError,
+            "cu_seqlens_k must end at or before the 17 packed rows; got 18",
+        ),
         ({"implementation": "triton"}, ValueError, "implementation must be .*; got .*triton"),
         (
             {"return_logsumexp": "x"},
