@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cli.helpers import run
 
+import jax_fa3
 from jax_fa3._cli import accuracy, contenders, selfcheck
 from jax_fa3._cli.main import main
 
@@ -29,6 +31,25 @@ def test_self_check_ends_ok(tmp_path):
     for words in ("default backend", "What serves which request", "heads 6:2", "causal", "value 1"):
         assert words in done.stdout
     assert done.stderr == ""  # no progress bar where nobody watches
+
+
+@pytest.mark.parametrize(("built", "said"), [(True, "installed"), (False, "checkout")])
+def test_in_a_checkout_the_installed_package_answers(tmp_path, built, said):
+    """`python -m` finds the sources of a checkout first; an installed extension must not be lost."""
+    own = Path(jax_fa3.__file__).with_name("__main__.py").read_text()
+    for place in ("checkout", "installed"):
+        package = tmp_path / place / "jax_fa3"
+        (package / "_cli").mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "__main__.py").write_text(own)
+        (package / "_cli" / "__init__.py").touch()
+        main = f"import sys\ndef main(): print({place!r}, *sys.argv[1:])\n"
+        (package / "_cli" / "main.py").write_text(main)
+    if built:
+        (tmp_path / "installed" / "jax_fa3" / "_ext.abi3.so").touch()
+    folder = str(tmp_path / "installed")
+    done = run("-m", "jax_fa3", "bench", cwd=tmp_path / "checkout", PYTHONPATH=folder)
+    assert (done.stdout, done.returncode) == (f"{said} bench\n", 0), done.stderr
 
 
 HIDE_EXTENSION = """
