@@ -35,7 +35,7 @@ def test_self_check_ends_ok(tmp_path):
 
 @pytest.mark.parametrize(("built", "said"), [(True, "installed"), (False, "checkout")])
 def test_in_a_checkout_the_installed_package_answers(tmp_path, built, said):
-    """`python -m` finds the sources of a checkout first; an installed extension must not be lost."""
+    """`python -m` finds a checkout's sources first; an installed extension must not be lost."""
     own = Path(jax_fa3.__file__).with_name("__main__.py").read_text()
     for place in ("checkout", "installed"):
         package = tmp_path / place / "jax_fa3"
