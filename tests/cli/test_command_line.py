@@ -48,7 +48,8 @@ def test_in_a_checkout_the_installed_package_answers(tmp_path, built, said):
     if built:
         (tmp_path / "installed" / "jax_fa3" / "_ext.abi3.so").touch()
     folder = str(tmp_path / "installed")
-    done = run("-m", "jax_fa3", "bench", cwd=tmp_path / "checkout", PYTHONPATH=folder)
+    # -S: the package under test may be installed too.
+    done = run("-S", "-m", "jax_fa3", "bench", cwd=tmp_path / "checkout", PYTHONPATH=folder)
     assert (done.stdout, done.returncode) == (f"{said} bench\n", 0), done.stderr
 
 
