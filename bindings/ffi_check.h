@@ -81,6 +81,13 @@ class Checker {
                 std::to_string(num_heads_q) + ".");
   }
 
+  // `type` of operand `name` is that of operand `like`.
+  void same_type(const char* name, ffi::DataType type, const char* like, ffi::DataType expected) {
+    require(type == expected, std::string(name) + " must have the element type of " + like +
+                                  "; got XLA types " + std::to_string(static_cast<int>(type)) +
+                                  " and " + std::to_string(static_cast<int>(expected)) + ".");
+  }
+
   // Element kind of an operand; `float8` and `half` say which are allowed.
   ElementKind kind(const char* name, ffi::DataType type, bool float8, bool half) {
     switch (type) {

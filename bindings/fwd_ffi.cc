@@ -62,11 +62,8 @@ ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi:
   check.shape("v_descale", v_descale, {batch, num_heads_kv, head_dim});
   check.shape("v_mean", v_mean, {batch, num_heads_kv, head_dim});
   const ElementKind element = check.kind("q_image", q_image.element_type(), true, false);
-  check.require(k_image.element_type() == q_image.element_type() &&
-                    v_image.element_type() == q_image.element_type(),
-                "k_image and v_image must have the element type of q_image; got XLA types " +
-                    std::to_string(static_cast<int>(k_image.element_type())) + " and " +
-                    std::to_string(static_cast<int>(v_image.element_type())) + ".");
+  check.same_type("k_image", k_image.element_type(), "q_image", q_image.element_type());
+  check.same_type("v_image", v_image.element_type(), "q_image", q_image.element_type());
   if (check.failed()) return check.take();
 
   params.q_image = static_cast<const uint8_t*>(q_image.untyped_data());
@@ -98,12 +95,9 @@ ffi::Error fwd_native(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   check.shape("v", v, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("softmax_scale", softmax_scale, {});
   const ElementKind element = check.kind("q", q.element_type(), false, true);
-  check.require(k.element_type() == q.element_type() && v.element_type() == q.element_type() &&
-                    out->element_type() == q.element_type(),
-                "k, v and out must have the element type of q; got XLA types " +
-                    std::to_string(static_cast<int>(k.element_type())) + ", " +
-                    std::to_string(static_cast<int>(v.element_type())) + " and " +
-                    std::to_string(static_cast<int>(out->element_type())) + ".");
+  check.same_type("k", k.element_type(), "q", q.element_type());
+  check.same_type("v", v.element_type(), "q", q.element_type());
+  check.same_type("out", out->element_type(), "q", q.element_type());
   if (check.failed()) return check.take();
 
   params.q = q.untyped_data();

@@ -50,11 +50,8 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   params.k_kind = check.kind("k", k.element_type(), true, true);
   params.v_kind = check.kind("v", v.element_type(), true, true);
   params.image_kind = check.kind("q_image", q_image->element_type(), true, false);
-  check.require(k_image->element_type() == q_image->element_type() &&
-                    v_image->element_type() == q_image->element_type(),
-                "k_image and v_image must have the element type of q_image; got XLA types " +
-                    std::to_string(static_cast<int>(k_image->element_type())) + " and " +
-                    std::to_string(static_cast<int>(v_image->element_type())) + ".");
+  check.same_type("k_image", k_image->element_type(), "q_image", q_image->element_type());
+  check.same_type("v_image", v_image->element_type(), "q_image", q_image->element_type());
   check.hopper();
   if (check.failed()) return check.take();
 

@@ -9,8 +9,8 @@ namespace jax_fa3 {
 
 inline constexpr int kMaxDevices = 64;
 
-// `attribute` of the current device. `cache` has one zero-initialised slot per device, which holds the
-// value plus one.
+// `attribute` of the current device. `cache` has one zero-initialised slot per device, which holds
+// the value plus one.
 inline cudaError_t cached_attribute(std::atomic<int> (&cache)[kMaxDevices],
                                     cudaDeviceAttr attribute, int* value) {
   int device = 0;

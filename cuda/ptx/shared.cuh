@@ -5,7 +5,8 @@
 
 namespace jax_fa3::ptx {
 
-// st.shared: visible to other threads after a barrier, to wgmma and copies after fence_async_proxy too.
+// st.shared: other threads see it after a barrier; wgmma and the copy engine need
+// fence_async_proxy before that barrier.
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
