@@ -23,8 +23,8 @@ FLOAT8_GRADIENT = (
 )
 
 
-class AttentionOptions(TypedDict, total=False):
-    """Keywords of `attention` beside return_logsumexp, for the overloads below."""
+class CommonOptions(TypedDict, total=False):
+    """Keywords of `attention` that its Flax adapters have too."""
 
     softmax_scale: Any
     is_causal: bool
@@ -36,15 +36,20 @@ class AttentionOptions(TypedDict, total=False):
     key_segment_ids: Any
     query_seqlens: Any
     key_seqlens: Any
+    quantization: Quantization | None
+    deterministic: bool
+    implementation: Literal["cuda", "xla"] | None
+
+
+class AttentionOptions(CommonOptions, total=False):
+    """Keywords of `attention` beside return_logsumexp, for the overloads below."""
+
     mask: Any
     bias: Any
     precision: Literal["fp8", "native"]
-    quantization: Quantization | None
     query_descale: Any
     key_descale: Any
     value_descale: Any
-    deterministic: bool
-    implementation: Literal["cuda", "xla"] | None
 
 
 @overload

@@ -14,12 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_fa3 import _ffi, _reference, _shapes
+from jax_fa3 import _ffi, _fp8_model, _reference, _shapes
 from jax_fa3._shapes import Config, Operands
-
-LOG2_E = math.log2(math.e)
 
 # Trailing axes of each operand, after its batch axes. Sharding and folding both read this table.
 LABELS: dict[str, tuple[str, ...]] = {
@@ -72,9 +69,8 @@ def batch_shape(arrays: dict[str, Any]) -> tuple[int, ...]:
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*prefixes, strict=True))
 
 
-def is_differentiable(name: str, x: Any) -> bool:
+def is_differentiable(x: Any) -> bool:
     """Whether a cotangent exists for this operand: floating, and not stored in float8."""
-    del name
     return bool(jnp.issubdtype(x.dtype, jnp.floating)) and not _shapes.is_float8(x)
 
 
@@ -115,7 +111,7 @@ def backward(
     size.
     """
     arrays = present(operands)
-    wanted = [name for name, x in arrays.items() if is_differentiable(name, x)]
+    wanted = [name for name, x in arrays.items() if is_differentiable(x)]
     if dout.ndim == 4:
         return _backward_one(arrays, dout, dlogsumexp, wanted, config)
     extra = {"dout": dout, "dlogsumexp": dlogsumexp}
@@ -264,10 +260,7 @@ def _kernel(operands: Operands, config: Config) -> tuple[jax.Array, jax.Array]:
             bottom_right=bottom_right,
         )
     quantization = config.quantization
-    batch, _, heads_kv, _ = key.shape
-    factor = jnp.broadcast_to(operands.softmax_scale * np.float32(LOG2_E), (batch, heads_kv))
-    for descale in (operands.query_descale, operands.key_descale):
-        factor = factor if descale is None else factor * descale
+    factor = _fp8_model.logits_factor(operands)
     v_factor = operands.value_descale
     if v_factor is None:
         v_factor = jnp.ones_like(factor)

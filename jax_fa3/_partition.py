@@ -294,7 +294,7 @@ def _backward(call: Call) -> Callable[..., Arrays]:
     in_labels += [_local.OUT_LABELS, _local.LOGSUMEXP_LABELS]
 
     def wanted(args: Sequence[Any]) -> list[str]:
-        return [n for n, x in zip(names, args, strict=False) if _local.is_differentiable(n, x)]
+        return [n for n, x in zip(names, args, strict=False) if _local.is_differentiable(x)]
 
     def shardings(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> tuple[Layout, Any]:
         layout = layout_of(mesh, dict(zip(names, args, strict=False)))

@@ -66,7 +66,7 @@ def build(call: Call) -> Callable[..., Arrays]:
         arrays, _, _ = saved
         grads = iter(backward_once(*arrays, *cotangents))
         return tuple(
-            next(grads) if _local.is_differentiable(name, x) else None
+            next(grads) if _local.is_differentiable(x) else None
             for name, x in zip(call.names, arrays, strict=True)
         )
 

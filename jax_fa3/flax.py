@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ import numpy as np
 
 from jax_fa3 import _attention
 from jax_fa3 import _option_checks as checks
-from jax_fa3._quantize import Quantization
 
 try:
     from flax.linen.dtypes import promote_dtype as _promote_dtype
@@ -29,23 +28,10 @@ except ModuleNotFoundError as error:
 __all__ = ["FlaxOptions", "linen_attention_fn", "nnx_attention_fn"]
 
 
-class FlaxOptions(TypedDict, total=False):
+class FlaxOptions(_attention.CommonOptions, total=False):
     """Keywords of both adapters: those of `jax_fa3.attention` that Flax does not pass itself."""
 
-    softmax_scale: Any
-    is_causal: bool
-    causal_alignment: Literal["bottom_right", "top_left"]
-    window_size: tuple[int | None, int | None] | None
-    logits_soft_cap: float | None
-    sinks: Any
-    query_segment_ids: Any
-    key_segment_ids: Any
-    query_seqlens: Any
-    key_seqlens: Any
     precision: Literal["fp8", "native"] | None
-    quantization: Quantization | None
-    deterministic: bool
-    implementation: Literal["cuda", "xla"] | None
 
 
 _ARRAYS = (
