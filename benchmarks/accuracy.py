@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rivals import RIVALS
+from rivals import RIVALS, add_rivals_flag
 
 from jax_fa3._cli import accuracy, check, contenders, plots, results, text
 from jax_fa3._cli.accuracy import DISTRIBUTIONS, PRESETS, Problem
@@ -64,13 +64,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="default 64,128",
     )
-    add(
-        "--rivals",
-        type=text.comma_list(str, (*RIVALS, "none")),
-        default=["cudnn", "cudnn_fp8", "fa3", "fa3_fp8"],
-        metavar="LIST",
-        help=f"of {', '.join(RIVALS)}, none (default cudnn,cudnn_fp8,fa3,fa3_fp8)",
-    )
+    add_rivals_flag(made)
     add("--queries", type=text.positive_int, default=256, metavar="N", help="default 256")
     add("--heads", type=text.positive_int, default=4, metavar="N", help="default 4")
     add("--seed", type=int, default=0, help="of the inputs (default 0)")

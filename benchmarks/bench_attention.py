@@ -16,7 +16,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rivals import RIVALS
+from rivals import RIVALS, add_rivals_flag
 
 from jax_fa3._cli import bench, contenders, grid, text
 from jax_fa3._cli.contenders import Contender
@@ -45,13 +45,7 @@ def parser() -> argparse.ArgumentParser:
         help="dtypes of the 16-bit kernel: bf16, f16, none (default bf16)",
     )
     add("--quantize", choices=QUANTIZE, default="both", help="fp8: the kernel, whole calls or both")
-    add(
-        "--rivals",
-        type=text.comma_list(str, (*RIVALS, "none")),
-        default=["cudnn", "cudnn_fp8", "fa3", "fa3_fp8"],
-        metavar="LIST",
-        help=f"of {', '.join(RIVALS)}, none (default cudnn,cudnn_fp8,fa3,fa3_fp8)",
-    )
+    add_rivals_flag(made)
     add("--no-headline", action="store_true", help="leave out batch 16, seqlen 8,192")
     add("--only-headline", action="store_true", help="nothing but batch 16, seqlen 8,192")
     return made

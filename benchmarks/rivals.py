@@ -13,6 +13,7 @@ FP8 rivals get inputs that are quantised already (a plain cast, scale 1), like o
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fa3._cli import contenders
+from jax_fa3._cli import contenders, text
 from jax_fa3._cli.contenders import Contender, Unavailable, inputs
 from jax_fa3._cli.grid import Shape
 from jax_fa3._cli.timing import Side, jax_side
@@ -220,6 +221,17 @@ RIVALS: dict[str, Rival] = {
         Tokamax(),
     )
 }
+
+
+def add_rivals_flag(parser: argparse.ArgumentParser) -> None:
+    """--rivals, for every program that compares with them."""
+    parser.add_argument(
+        "--rivals",
+        type=text.comma_list(str, (*RIVALS, "none")),
+        default=["cudnn", "cudnn_fp8", "fa3", "fa3_fp8"],
+        metavar="LIST",
+        help=f"of {', '.join(RIVALS)}, none (default cudnn,cudnn_fp8,fa3,fa3_fp8)",
+    )
 
 
 def _jax_dtype(precision: str) -> Any:
