@@ -21,6 +21,7 @@ import jax_fa3
 Array = np.ndarray[Any, Any]
 IMPLEMENTATION = "cuda"
 LOG2_E = np.float64(np.log2(np.e))
+P_OFFSET = 8  # P is stored as 2^8 times the probability, kProbabilityOffset of the kernels
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 DESCALES = ("query_descale", "key_descale", "value_descale")
 
@@ -137,7 +138,7 @@ def fp8_model(
         y *= operands.query_descale[ib, ih][:, None] * operands.key_descale[ib, kv]
         y[~seen] = -np.inf
         base = np.where(some, np.ceil(y.max(axis=1, initial=-np.inf)) + 1, 0)
-        exponent = y - base[:, None].astype(np.float32) + 7
+        exponent = y - base[:, None].astype(np.float32) + P_OFFSET
         if linear:
             codes = np.rint(np.maximum(8 * exponent + 56, 0)).astype(np.uint8)
             p = codes.view(E4M3).astype(np.float32)
@@ -147,7 +148,7 @@ def fp8_model(
         mean = np.where(some[:, None], operands.value_mean[ib, kv], 0)
         sums = p @ operands.value[ib, :, kv] / total[:, None]
         out[ib, :, ih] = sums * operands.value_descale[ib, kv] + mean
-        level = (base - 7 - excess + np.log2(total) + operands.query_shift[ib, ih]) / LOG2_E
+        level = (base - P_OFFSET - excess + np.log2(total) + operands.query_shift[ib, ih]) / LOG2_E
         logsumexp[ib, ih] = np.where(some, level, -np.inf)
     return Result(out.astype(out_dtype), logsumexp)
 
