@@ -1,0 +1,220 @@
+"""Everything that needs two GPUs of one host: tests, comparisons with one device, scaling.
+
+python benchmarks/two_gpus.py --json benchmarks/results/two_gpus.json
+
+Phases, in order:
+  tests     pytest tests/gpu/test_devices.py
+  forward   causal ring attention of 65,536 and 131,072 tokens next to one device; every strategy
+            at the longer one; the transfers alone
+  hidden    the fraction of the ring's transfers that runs during attention, from a trace
+  parallel  context_parallel_attention: every strategy, layout and precision, grouped heads
+  sharding  batch and heads split under jit (Shardy, GSPMD, explicit mesh) and in shard_map
+  flax      linen and nnx layers, the batch split too
+  backward  forward and backward at the shorter length
+
+The file is written after every phase. What --limit leaves no time for is listed in its meta, and
+so is what failed; exit code 1 when anything failed, 2 for bad usage.
+"""
+
+from __future__ import annotations
+
+import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
+
+import argparse
+import functools
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import device_checks
+import jax
+import ring_scaling
+
+from jax_fa3._cli import results, text
+
+ROOT = Path(__file__).resolve().parents[1]
+PHASES = ("tests", "forward", "hidden", "parallel", "sharding", "flax", "backward")
+Row = dict[str, Any]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--json", type=Path, metavar="FILE", help="write a result file")
+    add("--devices", choices=("gpu", "cpu"), default="gpu", help="cpu: two forced CPU devices")
+    add(
+        "--phases",
+        type=text.comma_list(str, PHASES),
+        default=list(PHASES),
+        metavar="LIST",
+        help=f"of {', '.join(PHASES)} (default: all)",
+    )
+    add(
+        "--tokens",
+        type=text.comma_list(text.positive_int),
+        default=[65_536, 131_072],
+        metavar="LIST",
+        help="lengths of the whole sequence (default 65536,131072)",
+    )
+    add("--heads", type=text.positive_int, default=16, metavar="N", help="default 16")
+    add(
+        "--check-seqlen",
+        type=text.positive_int,
+        default=600,
+        metavar="N",
+        help="seqlen of the comparisons, a multiple of 4 (default 600)",
+    )
+    add(
+        "--precisions",
+        type=text.comma_list(str, device_checks.PRECISIONS),
+        default=list(device_checks.PRECISIONS),
+        metavar="LIST",
+        help="of the timed phases: native (bfloat16), fp8 (default: both)",
+    )
+    add("--seconds", type=float, default=0.3, metavar="S", help="of a timed turn (default 0.3)")
+    add("--rounds", type=text.positive_int, default=3, metavar="N", help="default 3")
+    add("--limit", type=float, default=330, metavar="S", help="start nothing later (default 330)")
+    return made
+
+
+def run_tests() -> Iterator[Row]:
+    """The tests for several GPUs, in a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+    done = subprocess.run(
+        [*command, "tests/gpu/test_devices.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    summary = lines[-1].strip("= ") if lines else done.stderr.strip()[-200:]
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")
+    # Skipped tests leave exit code 0.
+    ok = done.returncode == 0 and "passed" in summary and "skipped" not in summary
+    yield {"kind": "check", "check": "tests/gpu/test_devices.py", "ok": ok, "summary": summary}
+
+
+def steps(flags: argparse.Namespace) -> list[tuple[str, Callable[[], Iterator[Row]]]]:
+    """(name, rows) of every phase asked for, in order; the name starts with the phase."""
+    implementation = "cuda" if flags.devices == "gpu" else "xla"
+
+    @functools.cache
+    def two() -> list[Any]:
+        # Not before the tests are through: they need the memory.
+        found = jax.devices(flags.devices)[:2]
+        if len(found) < 2:
+            raise RuntimeError(f"needs two devices of platform {flags.devices}; got {found}")
+        return found
+
+    @functools.cache
+    def scaling() -> ring_scaling.Scaling:
+        return ring_scaling.Scaling(
+            two(),
+            implementation,
+            tokens=tuple(flags.tokens),
+            heads=flags.heads,
+            head_dim=128,
+            turn_s=flags.seconds,
+            rounds=flags.rounds,
+        )
+
+    checks = {
+        "parallel": device_checks.context_parallel,
+        "sharding": device_checks.sharding,
+        "flax": device_checks.flax_adapters,
+    }
+    found: list[tuple[str, Callable[[], Iterator[Row]]]] = []
+    for phase in (phase for phase in PHASES if phase in flags.phases):
+        if phase == "tests":
+            found.append((phase, run_tests))
+        elif phase in checks:
+            found.append(
+                (phase, lambda c=checks[phase]: c(two(), implementation, flags.check_seqlen))
+            )
+        else:
+            found += [
+                (f"{phase} {p}", lambda m=phase, p=p: getattr(scaling(), m)(p))
+                for p in flags.precisions
+            ]
+    return found
+
+
+def link() -> str | None:
+    """How nvidia-smi says the first two GPUs are linked (NV18, PIX, ...)."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "topo", "-p2p", "n"], capture_output=True, text=True, timeout=20
+        )
+        matrix = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    row = next((x.split() for x in matrix.stdout.splitlines() if x.startswith("GPU0")), [])
+    p2p = next((x.split() for x in done.stdout.splitlines() if x.split()[:1] == ["GPU0"]), [])
+    return f"{row[2] if len(row) > 2 else '?'}, peer access {p2p[2] if len(p2p) > 2 else '?'}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = parser().parse_args(arguments)
+    if flags.check_seqlen % 4:
+        raise text.UsageError(f"--check-seqlen must be a multiple of 4; got {flags.check_seqlen}.")
+    if flags.devices == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 2)
+    start = time.monotonic()
+    rows: list[Row] = []
+    failed: list[str] = []
+    left_out: list[str] = []
+    seconds: dict[str, float] = {}
+
+    def save() -> None:
+        if flags.json is not None:
+            found = {"seconds": seconds, "failed": failed, "left_out": left_out}
+            results.write(flags.json, results.meta(devices=2, link=link(), **found), rows)
+
+    for name, produce in steps(flags):
+        begin = time.monotonic()
+        if begin - start > flags.limit:
+            left_out.append(name)
+            continue
+        print(f"== {name}", flush=True)
+        try:
+            for row in produce():
+                rows.append(row)
+                print(summary_of(row), flush=True)
+                if row.get("ok") is False:
+                    failed.append(row["check"])
+        except Exception as error:  # the other phases are still worth their time
+            traceback.print_exc()
+            failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+        seconds[name] = round(time.monotonic() - begin, 1)
+        if name != "tests":
+            save()
+    save()
+    checks = [row for row in rows if row["kind"] == "check"]
+    passed = sum(bool(row["ok"]) for row in checks)
+    print(f"{passed} of {len(checks)} checks ok; {time.monotonic() - start:.0f} s")
+    if left_out:
+        print(f"two_gpus: no time for {', '.join(left_out)}")
+    if failed:
+        print("two_gpus: NOT ok:", *failed, sep="\n  ")
+        return 1
+    return 0
+
+
+def summary_of(row: Row) -> str:
+    """One line for the terminal."""
+    if row["kind"] == "check":
+        worst = max((pair[0] for pair in row.get("errors", {}).values()), default=None)
+        more = row.get("summary") or f"largest error {worst}, {row.get('collectives')}"
+        return f"{'ok    ' if row['ok'] else 'NOT ok'} {row['check']}: {more}"
+    shown = ("precision", "devices", "strategy", "seqlen_k", "device", "ms", "tflops", "weak")
+    shown += ("strong", "gb_per_s", "weak_of_all", "communication_ms", "hidden")
+    return "  ".join([row["kind"], *(f"{k}={row[k]}" for k in shown if row.get(k) is not None)])
+
+
+if __name__ == "__main__":
+    sys.exit(harness.exit_with_usage(main))
