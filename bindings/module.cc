@@ -5,11 +5,18 @@
 #include <string>
 
 #include "bindings/handlers.h"
+#include "cuda/common/build_info.h"
 #include "cuda/fwd/launch.h"
 
 namespace nb = nanobind;
 
 namespace {
+
+#ifdef __clang__
+constexpr const char* kHostCompiler = __VERSION__;  // begins with "Clang"
+#else
+constexpr const char* kHostCompiler = "GCC " __VERSION__;
+#endif
 
 nb::capsule capsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -50,6 +57,10 @@ NB_MODULE(_ext, module) {
   module.doc() = "CUDA handlers of jax_fa3.";
   module.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.attr("cuda_version") = CUDART_VERSION;
+  module.attr("nvcc_version") = jax_fa3::nvcc_version();
+  module.attr("ptxas_version") = jax_fa3::ptxas_version();
+  module.attr("gpu_architecture") = jax_fa3::gpu_architecture();
+  module.attr("host_compiler") = kHostCompiler;
   module.def("registrations", &registrations,
              "Name of each FFI target and its handler, as a capsule.");
   module.def("kernels", &kernels,

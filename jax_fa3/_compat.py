@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+if jax.__version_info__ < (0, 10, 2):  # first, since what follows is not in every older release
+    raise ImportError(
+        f"jax_fa3: jax must be 0.10.2 or newer; got {jax.__version__}. Run `pip install -U jax`."
+    )
+
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import (
     ArrayMapping,

@@ -3,12 +3,20 @@ cannot."""
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
+from pathlib import Path
 
 import jax
 
 from jax_fa3 import _compat, _explain, _ffi
+
+# What else decides how JAX and the kernels behave.
+_PACKAGES = ("numpy", "ml_dtypes", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_VARIABLES = ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")
+_VARIABLE_PREFIX = "JAX_"
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def show_config() -> str:
@@ -17,30 +25,62 @@ def show_config() -> str:
     Starts JAX's backends, since it lists the devices.
     """
     lines = [
-        f"jax_fa3          {_version('jax_fa3')}",
-        f"python           {platform.python_version()}",
-        f"jax, jaxlib      {_version('jax')}, {_version('jaxlib')}",
-        f"XLA FFI          runtime {_dotted(_compat.runtime_ffi_version())}, extension "
-        f"{_dotted(_ffi.built_ffi_version())}",
-        f"extension        {_extension()}",
-        f"default backend  {_compat.default_backend()}",
+        _line("jax_fa3", _version("jax_fa3")),
+        _line("python", f"{platform.python_version()}, {platform.platform()}"),
+        _line("jax, jaxlib", f"{_version('jax')}, {_version('jaxlib')}"),
+        _line("packages", _packages()),
+        _line(
+            "XLA FFI",
+            f"runtime {_dotted(_compat.runtime_ffi_version())}, extension "
+            f"{_dotted(_ffi.built_ffi_version())}",
+        ),
+        _line("extension", _extension()),
+        _line("driver", _driver()),
+        _line("settings", _settings()),
+        _line("default backend", _compat.default_backend()),
     ]
     for device in jax.local_devices():
         capability = getattr(device, "compute_capability", None)
         suffix = "" if capability is None else f", compute capability {capability}"
-        lines.append(f"device {device.id:<9} {device.device_kind}{suffix}")
-    lines.append(f"kernels          {_kernels()}")
+        lines.append(_line(f"device {device.id}", f"{device.device_kind}{suffix}"))
+    lines.append(_line("kernels", _kernels()))
     for facts in _ffi.kernels():
         lines.append("  " + ", ".join(f"{key}={value}" for key, value in facts.items()))
     return "\n".join(lines)
+
+
+def _line(name: str, value: str) -> str:
+    return f"{name:<15}  {value}"
+
+
+def _packages() -> str:
+    found = [(name, _version(name)) for name in _PACKAGES]
+    return ", ".join(f"{name} {version}" for name, version in found if version[0].isdigit())
 
 
 def _extension() -> str:
     reason = _ffi.unavailable_reason()
     if reason is not None:
         return f"not usable: {reason}"
-    built = _ffi.cuda_version()
-    return "registered" if built is None else f"registered, built with CUDA {built}"
+    built = ", ".join(f"{name} {value}" for name, value in _ffi.build_facts().items())
+    return f"registered; built with {built}" if built else "registered"
+
+
+def _driver() -> str:
+    """The first line of what the NVIDIA kernel module says of itself."""
+    try:
+        return _DRIVER.read_text(encoding="utf-8").split("\n")[0].removeprefix("NVRM version: ")
+    except OSError:
+        return "no NVIDIA kernel module is loaded"
+
+
+def _settings() -> str:
+    """Variables of JAX and XLA in this process, and 64-bit mode, which code can switch too."""
+    names = sorted(
+        name for name in os.environ if name in _VARIABLES or name.startswith(_VARIABLE_PREFIX)
+    )
+    x64 = [f"jax_enable_x64={jax.config.read('jax_enable_x64')}"]
+    return ", ".join(x64 + [f"{name}={os.environ[name]}" for name in names])
 
 
 def _kernels() -> str:

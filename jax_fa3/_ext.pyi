@@ -4,6 +4,10 @@ from typing import Any
 
 ffi_api_version: tuple[int, int]
 cuda_version: int
+nvcc_version: str
+ptxas_version: str
+gpu_architecture: str
+host_compiler: str
 
 def registrations() -> dict[str, Any]: ...
 def kernels() -> list[dict[str, Any]]: ...

@@ -21,7 +21,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _compat
+from jax_fa3 import _compat, _install
 
 TARGET_QUANTIZE: Final = "jax_fa3_quantize"
 TARGET_FWD_FP8: Final = "jax_fa3_fwd_fp8"
@@ -54,12 +54,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
     try:
         ext = importlib.import_module("jax_fa3._ext")
     except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "jax_fa3._ext":
-            return None, (
-                "the compiled extension jax_fa3._ext is not in this installation; install "
-                "from source with nvcc on PATH"
-            )
-        return None, f"the compiled extension jax_fa3._ext does not load: {error}"
+        return None, _install.import_failure(error)
     built = tuple(ext.ffi_api_version)
     runtime = _compat.runtime_ffi_version()
     if runtime is None:
@@ -96,6 +91,20 @@ def kernels() -> list[dict[str, Any]]:
 def cuda_version() -> int | None:
     """CUDA version the extension was built with (13000 = 13.0); None without it."""
     return None if _EXT is None else int(_EXT.cuda_version)
+
+
+def build_facts() -> dict[str, str]:
+    """What the extension was built with: compilers, CUDA runtime, GPU architecture; {} without
+    it."""
+    if _EXT is None:
+        return {}
+    return {
+        "nvcc": _EXT.nvcc_version,
+        "ptxas": _EXT.ptxas_version,
+        "host compiler": _EXT.host_compiler,
+        "CUDA runtime": f"{_EXT.cuda_version // 1000}.{_EXT.cuda_version % 1000 // 10}",
+        "for": _EXT.gpu_architecture,
+    }
 
 
 def built_ffi_version() -> tuple[int, int] | None:

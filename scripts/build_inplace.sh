@@ -24,8 +24,7 @@ cmake=$(dirname "$python")/cmake
 generator=()
 command -v ninja >/dev/null && generator=(-G Ninja)
 
-"$cmake" -S . -B "build/$version" "${generator[@]}" -DPython_EXECUTABLE="$python" \
-  -DJAX_FA3_CUDA=ON "$@"
+"$cmake" -S . -B "build/$version" "${generator[@]}" -DPython_EXECUTABLE="$python" "$@"
 "$cmake" --build "build/$version" --parallel "${JAX_FA3_COMPILE_JOBS:-2}"
 "$cmake" --install "build/$version" --prefix .
 ls -l jax_fa3/_ext*.so

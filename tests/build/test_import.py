@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jax_fa3
+from jax_fa3 import _install
 
 # A None in sys.modules makes the import system report the module as not found.
 HIDE_EXTENSION = "import sys; sys.modules['jax_fa3._ext'] = None\n"
@@ -73,6 +75,66 @@ def test_import_asserts_nothing_at_run_time(tmp_path):
         "    print('refused:', error)\n"
     )
     assert run_python(code, tmp_path, "-O").startswith("refused: attention: ")
+
+
+def test_older_jax_is_named_with_the_cure(tmp_path):
+    code = (
+        "import jax\n"
+        "jax.__version__, jax.__version_info__ = '0.9.2', (0, 9, 2)\n"
+        "try:\n"
+        "    import jax_fa3\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    expected = "jax_fa3: jax must be 0.10.2 or newer; got 0.9.2. Run `pip install -U jax`."
+    assert run_python(code, tmp_path).strip() == expected
+
+
+def test_oldest_jax_is_the_one_of_the_metadata():
+    """The sentence above and pyproject.toml name one release."""
+    source = Path(jax_fa3.__file__).with_name("_compat.py").read_text()
+    oldest = re.search(r"jax must be (\S+) or newer", source)[1]
+    assert f"jax.__version_info__ < ({oldest.replace('.', ', ')})" in source
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"jax>={oldest}"' in pyproject
+
+
+class TestImportFailure:
+    """Why the extension is not there, told from the files that are."""
+
+    absent = ModuleNotFoundError("No module", name="jax_fa3._ext")
+
+    def test_no_file_and_no_note(self, tmp_path):
+        reason = _install.import_failure(self.absent, tmp_path)
+        assert reason.startswith("the compiled extension jax_fa3._ext is not in this installation;")
+        assert "JAX_FA3_CUDA=ON pip install ." in reason
+
+    def test_note_of_the_build_is_passed_on(self, tmp_path):
+        (tmp_path / "_build_note.txt").write_text("no nvcc was found; install one.\n")
+        reason = _install.import_failure(self.absent, tmp_path)
+        assert reason == (
+            "the compiled extension jax_fa3._ext is not in this installation: no nvcc was found; "
+            "install one"
+        )
+
+    def test_extension_of_another_python(self, tmp_path):
+        (tmp_path / "_ext.cpython-38-x86_64-linux-gnu.so").touch()
+        reason = _install.import_failure(self.absent, tmp_path)
+        here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        assert reason.startswith(
+            "_ext.cpython-38-x86_64-linux-gnu.so was built for another Python than this "
+            f"{here}; run `pip install"
+        )
+
+    def test_stable_abi_on_an_older_python(self, tmp_path, monkeypatch):
+        (tmp_path / "_ext.abi3.so").touch()
+        error = ImportError("undefined symbol: PyObject_GetTypeData")
+        monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+        assert _install.import_failure(error, tmp_path).startswith(
+            "_ext.abi3.so needs Python 3.12 or newer and this is 3.11; run `pip install"
+        )
+        monkeypatch.setattr(sys, "version_info", (3, 12, 1))
+        assert "undefined symbol" in _install.import_failure(error, tmp_path)
 
 
 def test_version_is_that_of_the_installed_package():

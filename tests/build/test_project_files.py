@@ -2,9 +2,11 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -101,24 +103,88 @@ def cmake_of_this_python():
     return cmake if cmake.exists() else None
 
 
-@pytest.mark.skipif(cmake_of_this_python() is None, reason="needs the cmake of the dev extra")
-@pytest.mark.parametrize(
-    ("switch", "code", "words"),
-    [
-        ("AUTO", 0, "this install has NO GPU kernels"),
-        ("OFF", 0, "Configuring done"),
-        ("ON", 1, "JAX_FA3_CUDA=ON but no CUDA compiler was found"),
-        ("MAYBE", 1, "JAX_FA3_CUDA must be AUTO, ON or OFF; got 'MAYBE'"),
-    ],
-)
-def test_configures_without_any_compiler(tmp_path, switch, code, words):
-    # A make that does nothing: CMake wants one to write files for, no language is enabled.
+@pytest.fixture
+def configure(tmp_path):
+    """Configures with the given defines and variables: (status, output on one line)."""
+    cmake = cmake_of_this_python()
+    if cmake is None:
+        pytest.skip("needs the cmake of the dev extra")
+    # A make that does nothing: nothing is built here but CMake wants one.
     make = tmp_path / "make"
     make.write_text("#!/bin/sh\n")
     make.chmod(0o755)
-    command = [cmake_of_this_python(), "-S", ROOT, "-B", tmp_path / "out", "-G", "Unix Makefiles"]
-    command += [f"-DCMAKE_MAKE_PROGRAM={make}", f"-DJAX_FA3_CUDA={switch}"]
-    env = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == code, done.stderr
-    assert words in " ".join((done.stdout + done.stderr).split())
+
+    def run(*defines, **variables):
+        command = [cmake, "-S", ROOT, "-B", tmp_path / "out", "-G", "Unix Makefiles"]
+        command += [f"-DCMAKE_MAKE_PROGRAM={make}", *(f"-D{define}" for define in defines)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    return run
+
+
+def test_configuring_without_a_cuda_compiler(configure, tmp_path):
+    status, output = configure(
+        "CMAKE_FIND_ROOT_PATH=/nowhere",
+        "CMAKE_FIND_ROOT_PATH_MODE_PROGRAM=ONLY",
+        PATH=str(tmp_path),
+    )
+    assert status == 1
+    assert (
+        "jax_fa3: no CUDA compiler was found, looking for nvcc; put nvcc 12.3 or newer on PATH"
+        in output
+    )
+
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
+OLD_NVCC = """#!/bin/sh
+"{nvcc}" "$@" || exit
+# CMake reads the version from what nvcc compiled.
+for file in *; do
+  [ -f "$file" ] && sed -i 's/compiler_version\\[000000../compiler_version[00000011/' "$file"
+done
+exit 0
+"""
+
+
+@needs_nvcc
+def test_older_nvcc_is_refused(configure, tmp_path):
+    nvcc = tmp_path / "old" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(OLD_NVCC.format(nvcc=shutil.which("nvcc")))
+    nvcc.chmod(0o755)
+    status, output = configure(CUDACXX=str(nvcc), PATH=os.environ["PATH"])
+    assert status == 1
+    assert re.search(
+        rf"jax_fa3: nvcc must be 12\.3 or newer; got 11\.\S+ \({nvcc}\)\. Point CUDACXX at", output
+    ), output
+
+
+@needs_nvcc
+def test_other_architecture_is_refused(configure):
+    status, output = configure("CMAKE_CUDA_ARCHITECTURES=80", PATH=os.environ["PATH"])
+    assert status == 1
+    assert "CMAKE_CUDA_ARCHITECTURES must be 90a-real" in output
+    assert "got '80'" in output
+
+
+@needs_nvcc
+def test_python_without_jaxlib_is_named(configure, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    status, output = configure(f"Python_EXECUTABLE={python}", PATH=os.environ["PATH"])
+    assert status == 1
+    assert f"has the XLA FFI headers, was not found for {python}; install it" in output
+
+
+@needs_nvcc
+def test_kernels_of_other_sources_are_refused(configure, tmp_path):
+    library = tmp_path / "libjax_fa3_kernels.a"
+    status, output = configure(f"JAX_FA3_KERNELS_LIBRARY={library}", PATH=os.environ["PATH"])
+    assert status == 1
+    assert f"{library} does not exist" in output
+    library.touch()
+    library.with_suffix(".a.sources").write_text("0" * 64)
+    status, output = configure(f"JAX_FA3_KERNELS_LIBRARY={library}", PATH=os.environ["PATH"])
+    assert status == 1
+    assert "was not built from the sources in cuda/" in output

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from rules.support import attend, inputs
 
@@ -153,9 +156,32 @@ class TestWithoutExtension:
         assert "the extension is not built" in text
         assert "runtime 0." in text
 
+    def test_show_config_answers_a_bug_report(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """System, packages, driver, the variables that change JAX, and what built the kernels."""
+        monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/here")
+        fake = _FakeExtension((0, 3), _ffi.TARGETS)
+        monkeypatch.setattr(_ffi, "_EXT", fake)
+        monkeypatch.setattr(_ffi, "_UNAVAILABLE_REASON", None)
+        text = jax_fa3.show_config()
+        lines = dict(re.split(" {2,}", line, maxsplit=1) for line in text.splitlines())
+        assert platform.platform() in lines["python"]
+        assert f"numpy {np.__version__}" in lines["packages"]
+        assert "nvcc 13.0.88" in text
+        assert "ptxas 13.0.80" in text
+        assert "host compiler GCC 12.2.0" in text
+        assert "CUDA runtime 13.0, for sm_90a" in text
+        assert "extension 0.3" in lines["XLA FFI"]
+        assert "XLA_FLAGS=--xla_dump_to=/here" in lines["settings"]
+        assert "jax_enable_x64=" in lines["settings"]
+        assert lines["driver"]
+
 
 class _FakeExtension:
     cuda_version = 13000
+    nvcc_version = "13.0.88"
+    ptxas_version = "13.0.80"
+    host_compiler = "GCC 12.2.0"
+    gpu_architecture = "sm_90a"
 
     def __init__(self, version: tuple[int, int], targets: tuple[str, ...]) -> None:
         self.ffi_api_version = version

@@ -1,0 +1,16 @@
+# cmake -DFILES=a;b -DWRITE=file | -DCOMPARE=file -P source_digest.cmake
+# One SHA-256 over the contents of FILES, in their order: written to a file, or compared with it.
+set(text "")
+foreach(file IN LISTS FILES)
+  file(SHA256 "${file}" digest)
+  string(APPEND text "${digest}\n")
+endforeach()
+string(SHA256 digest "${text}")
+if(WRITE)
+  file(WRITE "${WRITE}" "${digest}\n")
+else()
+  file(STRINGS "${COMPARE}" expected)
+  if(NOT digest STREQUAL expected)
+    message(FATAL_ERROR "${COMPARE} holds '${expected}', the sources give ${digest}")
+  endif()
+endif()

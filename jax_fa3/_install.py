@@ -1,0 +1,35 @@
+"""Why the compiled extension of this installation cannot be imported, as a sentence with its
+cure."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+# Written by scripts/build_backend.py into a wheel whose kernels could not be built.
+_NOTE = "_build_note.txt"
+_REINSTALL = "run `pip install --force-reinstall --no-deps .` in the sources with this Python"
+
+
+def import_failure(error: ImportError, folder: Path = _FOLDER) -> str:
+    """What `error`, raised by importing jax_fa3._ext from `folder`, means to a user."""
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    files = sorted(path.name for path in folder.glob("_ext*.so"))
+    if isinstance(error, ModuleNotFoundError) and error.name == "jax_fa3._ext":
+        missing = "the compiled extension jax_fa3._ext is not in this installation"
+        note = folder / _NOTE
+        if files:
+            return f"{files[0]} was built for another Python than this {python}; {_REINSTALL}"
+        if note.exists():
+            return f"{missing}: {note.read_text(encoding='utf-8').strip().removesuffix('.')}"
+        return f"{missing}; run `JAX_FA3_CUDA=ON pip install .` in the sources, on Linux"
+    # A stable-ABI module serves its own Python and all later ones; an earlier one finds it too.
+    if (
+        files == ["_ext.abi3.so"]
+        and ".abi3.so" in EXTENSION_SUFFIXES
+        and sys.version_info < (3, 12)
+    ):
+        return f"{files[0]} needs Python 3.12 or newer and this is {python}; {_REINSTALL}"
+    return f"the compiled extension jax_fa3._ext does not load: {error}"
