@@ -8,6 +8,8 @@ from typing import Any
 
 from jax_fa3._cli.text import UsageError
 
+Lines = dict[str, list[tuple[int, float]]]  # points of each label
+
 
 def require() -> None:
     """Raises UsageError when matplotlib is missing, before any work is done."""
@@ -15,80 +17,73 @@ def require() -> None:
         raise UsageError('--plot needs matplotlib: pip install "jax_fa3[bench]"')
 
 
-def speed(rows: list[dict[str, Any]], path: Path) -> None:
+def speed(rows: list[dict[str, Any]], path: Path, columns: int = 3) -> None:
     """TFLOP/s over seqlen, a panel per head_dim and mask; square grids of a forward only."""
+    panels: dict[str, Lines] = {}
     rows = [r for r in rows if r["kind"] == "fwd" and r["seqlen_q"] == r["seqlen_k"]]
-    panels = sorted({(r["head_dim"], r["is_causal"]) for r in rows})
-    figure, axes = _figure(len(panels))
-    for axis, (head_dim, is_causal) in zip(axes, panels, strict=False):
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for row in rows:
-            if (row["head_dim"], row["is_causal"]) == (head_dim, is_causal):
-                label = f"{row['impl']} {row['preset'] or row['precision']}"
-                label += " + quantise" if row["with_quantize"] else ""
-                lines.setdefault(label, []).append((row["seqlen_q"], row["tflops"]))
-        _draw(axis, lines, "TFLOP/s")
-        axis.set_ylim(bottom=0)
-        axis.set_title(f"head_dim {head_dim}, {'causal' if is_causal else 'no mask'}")
-        axis.set_xlabel("seqlen")
-    _save(figure, path)
+    for row in sorted(rows, key=lambda row: (row["head_dim"], row["is_causal"])):
+        title = f"head_dim {row['head_dim']}, {'causal' if row['is_causal'] else 'no mask'}"
+        label = _label(row) + (" + quantise" if row["with_quantize"] else "")
+        lines = panels.setdefault(title, {})
+        lines.setdefault(label, []).append((row["seqlen_q"], row["tflops"]))
+    _plot(panels, path, columns, "seqlen", "TFLOP/s", "linear")
 
 
-def accuracy(rows: list[dict[str, Any]], path: Path) -> None:
+def accuracy(rows: list[dict[str, Any]], path: Path, columns: int = 3) -> None:
     """Relative L2 error over the number of keys, a panel per head_dim and distribution."""
+    panels: dict[str, Lines] = {}
     rows = [r for r in rows if r["kind"] == "accuracy" and r["rel_l2"] is not None]
-    panels = sorted({(r["head_dim"], r["data"]) for r in rows})
-    figure, axes = _figure(len(panels))
-    for axis, (head_dim, data) in zip(axes, panels, strict=False):
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for row in rows:
-            if (row["head_dim"], row["data"]) == (head_dim, data):
-                label = f"{row['impl']} {row['preset'] or row['precision']}"
-                lines.setdefault(label, []).append((row["seqlen_k"], row["rel_l2"]))
-        _draw(axis, lines, "relative L2 error")
-        axis.set_yscale("log")
-        axis.set_title(f"head_dim {head_dim}, {data}")
-        axis.set_xlabel("keys")
-    _save(figure, path)
+    for row in sorted(rows, key=lambda row: (row["head_dim"], row["data"])):
+        lines = panels.setdefault(f"head_dim {row['head_dim']}, {row['data']}", {})
+        lines.setdefault(_label(row), []).append((row["seqlen_k"], row["rel_l2"]))
+    _plot(panels, path, columns, "keys", "relative L2 error", "log")
 
 
-def _figure(panels: int) -> tuple[Any, list[Any]]:
+def _label(row: dict[str, Any]) -> str:
+    return f"{row['impl']} {row['preset'] or row['precision']}"
+
+
+def _plot(panels: dict[str, Lines], path: Path, columns: int, x: str, y: str, y_scale: str) -> None:
+    """A panel per title; a label has one colour in all of them, and one legend stands below."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    columns = min(max(panels, 1), 3)
-    lines = -(-max(panels, 1) // columns)
+    columns = min(max(len(panels), 1), columns)
+    rows = -(-max(len(panels), 1) // columns)
     figure, axes = pyplot.subplots(
-        lines, columns, figsize=(5.5 * columns, 4.2 * lines), squeeze=False, layout="constrained"
+        rows,
+        columns,
+        figsize=(5.5 * columns, 3.8 * rows + 0.8),
+        squeeze=False,
+        layout="constrained",
     )
     flat = list(axes.flat)
-    for axis in flat[panels:]:
+    for axis in flat[len(panels) :]:
         axis.set_axis_off()
-    return figure, flat
-
-
-def _draw(axis: Any, lines: dict[str, list[tuple[int, float]]], unit: str) -> None:
-    for label, points in sorted(lines.items()):
-        points.sort()
-        ours = label.startswith("jax_fa3")
-        axis.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
-            marker="o" if ours else "x",
-            linestyle="-" if ours else "--",
-            label=label,
-        )
-    axis.set_xscale("log", base=2)
-    axis.set_ylabel(unit)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
-
-
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
+    labels = sorted({label for lines in panels.values() for label in lines})
+    handles: dict[str, Any] = {}
+    for axis, (title, lines) in zip(flat, panels.items(), strict=False):
+        for label, points in sorted(lines.items()):
+            ours = label.startswith("jax_fa3")
+            (handles[label],) = axis.plot(
+                *zip(*sorted(points), strict=True),
+                color=f"C{labels.index(label) % 10}",
+                marker="o" if ours else "x",
+                linestyle="-" if ours else "--",
+            )
+        axis.set_title(title)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale(y_scale)
+        if y_scale == "linear":
+            axis.set_ylim(bottom=0)
+        axis.set_xlabel(x)
+        axis.set_ylabel(y)
+        axis.grid(alpha=0.3)
+    figure.legend(
+        [handles[label] for label in labels], labels, loc="outside lower center", ncols=columns + 1
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
