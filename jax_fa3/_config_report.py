@@ -22,7 +22,10 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 def show_config() -> str:
     """Versions, devices and the state of the compiled extension, as text to print or paste.
 
-    Starts JAX's backends, since it lists the devices.
+    Starts JAX's backends, since it lists the devices. Never raises for a missing extension or GPU:
+    it says what is missing.
+
+    Returns: several lines, "name  value".
     """
     lines = [
         _line("jax_fa3", _version("jax_fa3")),

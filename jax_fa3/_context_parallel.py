@@ -60,12 +60,11 @@ def context_parallel_attention(
       value: [batch, seqlen_k / n, num_heads_kv, head_dim_v].
       axis_name: the mesh axis (or axes, major first) that shards the sequence; any size, 1
         included.
-      strategy: how key and value meet query.
-        "ring": they travel around the axis, n - 1 collective-permutes each; memory of one shard
-          in the forward pass.
-        "all_gather": they are gathered, one all-gather each; memory of the whole key and value.
-        "ulysses": all-to-alls give each device num_heads_q / n heads of the whole sequence; n must
-          divide num_heads_q. KV heads are repeated where n does not divide num_heads_kv.
+      strategy: how key and value meet query. "ring": they travel around the axis, n - 1
+        collective-permutes each; memory of one shard in the forward pass. "all_gather": they are
+        gathered, one all-gather each; memory of the whole key and value. "ulysses": all-to-alls
+        give each device num_heads_q / n heads of the whole sequence; n must divide num_heads_q. KV
+        heads are repeated where n does not divide num_heads_kv.
       layout: which rows device i holds. "contiguous": shard i of the sequence; with is_causal the
         last device then has most work. "zigzag": chunks i and 2 n - 1 - i of 2 n, equal work; see
         `zigzag_shard`. The shard must be even. Without is_causal the order does not matter.
@@ -76,7 +75,7 @@ def context_parallel_attention(
     Raises:
       ValueError: inputs contradict each other, or axis_name is not a manual axis here.
       TypeError: wrong dtype or kind.
-      as `attention`, for the local call.
+      NotImplementedError, RuntimeError: as `attention`, for the local call.
     Transformations: those of `attention`, inside or around shard_map, with its checks on or off.
       The backward pass of "ring" keeps the shards it received, so its memory is that of
       "all_gather"; gradients of key and value are added up in their own dtype.
@@ -163,14 +162,24 @@ def zigzag_shard(x: Any, num_shards: int, *, axis: int = 1) -> jax.Array:
       num_shards: devices along the sequence; 2 num_shards divides seqlen.
       axis: the sequence axis (2 for logsumexp).
     Returns: x with chunks 0, 2 n - 1, 1, 2 n - 2, ... along axis, n = num_shards.
-    Raises: ValueError or TypeError when the sizes do not fit.
+    Raises:
+      ValueError: 2 num_shards does not divide the axis, or there is no such axis.
+      TypeError: num_shards or axis is no int, or x is no array.
     """
     axis = _check_zigzag("zigzag_shard", x, num_shards, axis)
     return _reorder(jnp.asarray(x), _zigzag_order(num_shards), axis)
 
 
 def zigzag_unshard(x: Any, num_shards: int, *, axis: int = 1) -> jax.Array:
-    """Inverse of `zigzag_shard`: the whole sequence in its natural order; arguments as there."""
+    """Inverse of `zigzag_shard`: the whole sequence in its natural order.
+
+    Args:
+      x: the whole array in the order of `zigzag_shard`, [batch, seqlen, ...] for the default axis.
+      num_shards, axis: as there.
+    Returns: x in the order of the sequence.
+    Raises:
+      ValueError, TypeError: as there.
+    """
     axis = _check_zigzag("zigzag_unshard", x, num_shards, axis)
     return _reorder(jnp.asarray(x), np.argsort(_zigzag_order(num_shards)), axis)
 

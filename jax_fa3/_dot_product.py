@@ -73,15 +73,18 @@ def dot_product_attention(
     """Drop-in for `jax.nn.dot_product_attention`, so that changing one import is enough.
 
     Three things differ from jax.nn:
-      * A row that sees no key gives 0, with gradient 0 and residual -inf; jax.nn averages the
-        values.
-      * 16-bit inputs are computed in FP8 unless precision="native".
-      * implementation "cudnn" is not accepted; "cuda" is the kernel of this package.
+
+    * A row that sees no key gives 0, with gradient 0 and residual -inf; jax.nn averages the values.
+    * 16-bit inputs are computed in FP8 unless precision="native".
+    * implementation "cudnn" is not accepted; "cuda" is the kernel of this package.
 
     Args:
-      query: [batch, seqlen_q, num_heads_q, head_dim], or rank 3 without batch.
-      key, value: [batch, seqlen_k, num_heads_kv, head_dim]; num_heads_kv divides num_heads_q.
-      bias: added to the scaled logits; broadcastable to [batch, num_heads_q, seqlen_q, seqlen_k].
+      query: [batch, seqlen_q, num_heads_q, head_dim], or rank 3 without batch; bfloat16, float16 or
+        float32.
+      key, value: [batch, seqlen_k, num_heads_kv, head_dim] of query's dtype; num_heads_kv divides
+        num_heads_q.
+      bias: float, added to the scaled logits; broadcastable to [batch, num_heads_q, seqlen_q,
+        seqlen_k].
       mask: bool of those shapes, True attends.
       scale: factor on the logits; None means head_dim ** -0.5.
       is_causal: row i sees keys <= i (top-left, also when seqlen_q != seqlen_k).
@@ -94,7 +97,8 @@ def dot_product_attention(
         "native" for float32.
       quantization: how FP8 is made, as in `jax_fa3.attention`.
     Returns: out like query; with return_residual (out, residual).
-    Raises: as `jax_fa3.attention`.
+    Raises:
+      ValueError, TypeError, NotImplementedError, RuntimeError: as `jax_fa3.attention`.
     """
     if implementation not in (None, "xla", "cuda"):
         raise ValueError(

@@ -226,7 +226,8 @@ def explain(query: Any, key: Any, value: Any, **options: Any) -> Plan:
 
     Args: those of `jax_fa3.attention`; arrays may be `jax.ShapeDtypeStruct`.
     Returns: a frozen `Plan`; print it.
-    Raises: what `attention` raises for the same arguments.
+    Raises:
+      ValueError, TypeError, NotImplementedError, RuntimeError: as `attention` for these arguments.
     """
     unknown = set(options) - _KEYWORDS
     if unknown:

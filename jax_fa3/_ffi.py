@@ -243,10 +243,11 @@ def _call(
 
 
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """What `jax.export.export(..., disabled_checks=...)` needs to accept this package's custom
-    calls.
+    """What `jax.export.export` needs as disabled_checks to accept this package's custom calls.
 
     Exported programs name the targets "jax_fa3_quantize", "jax_fa3_fwd_fp8" and "jax_fa3_fwd"; load
     them in a process that has imported a jax_fa3 with the same targets.
+
+    Returns: one check for each target.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]

@@ -23,8 +23,10 @@ def merge_attention(outs: Sequence[Any], logsumexps: Sequence[Any]) -> tuple[jax
         no key; the out of such a row is ignored, whatever it holds.
     Returns: (out in the dtype of outs, logsumexp float32). Rows that saw no key in any part are 0
       and -inf. Sinks belong into one part only.
-    Raises: ValueError or TypeError when the parts do not fit together.
-    Differentiable in every argument; gradients of empty parts are 0.
+      Differentiable in every argument; gradients of empty parts are 0.
+    Raises:
+      ValueError: number or shapes of the parts do not fit together.
+      TypeError: a part is no array, or of the wrong dtype.
     """
     outs, logsumexps = tuple(outs), tuple(logsumexps)
     _check(outs, logsumexps)

@@ -50,7 +50,8 @@ class Quantization:
       accumulate: "two_level" promotes partial sums to float32, "one_level" leaves them to the
         tensor cores. The XLA path always sums in float32.
       softmax: "exact" exponential, or "linear" between powers of two (faster, coarser).
-    Raises: ValueError for a value outside the sets above.
+    Raises:
+      ValueError: a value outside the sets above.
     """
 
     dtype: Format = "e4m3"
@@ -155,7 +156,8 @@ def quantize(
     Returns: a QuantizedTensor. Casts saturate, all-zero parts have descale 1, non-finite numbers
       become NaN (and do not count for the maximum).
     Raises:
-      TypeError: x is not bfloat16, float16 or float32.   ValueError: another rule is broken.
+      TypeError: x is no array, or not bfloat16, float16 or float32.
+      ValueError: rank, granularity, dtype or num_heads_kv breaks its rule.
     """
     format_name = _check_quantize(x, granularity, dtype, num_heads_kv)
     x = jnp.asarray(x)
@@ -179,9 +181,14 @@ def quantize(
 
 
 def dequantize(quantized: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Array:
-    """values * descale in float32, cast to `dtype`; shape of `quantized.values`.
+    """The real numbers behind a QuantizedTensor: values * descale.
 
-    Raises: TypeError when given anything but a QuantizedTensor.
+    Args:
+      quantized: what `quantize` returned.
+      dtype: of the result; the product is float32.
+    Returns: an array of the shape of quantized.values.
+    Raises:
+      TypeError: quantized is no QuantizedTensor.
     """
     if not isinstance(quantized, QuantizedTensor):
         raise TypeError(

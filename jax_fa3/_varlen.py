@@ -45,7 +45,9 @@ def attention_varlen(
     -inf).
 
     Args:
-      query: [total_q, num_heads_q, head_dim].   key, value: [total_k, num_heads_kv, head_dim].
+      query: [total_q, num_heads_q, head_dim]; dtypes as in `attention`.
+      key: [total_k, num_heads_kv, head_dim]; num_heads_kv divides num_heads_q.
+      value: [total_k, num_heads_kv, head_dim_v].
       cu_seqlens_q, cu_seqlens_k: int32 [num_sequences + 1], first entry 0, not decreasing; traced
         allowed.
       max_seqlen_q, max_seqlen_k: at least the longest sequence; static. Rows and keys of a longer
@@ -55,8 +57,9 @@ def attention_varlen(
       the rest: as in `attention`, per sequence (the diagonal is that of the sequence).
     Returns: out [total_q, num_heads_q, head_dim_v]; with return_logsumexp also float32
       [num_heads_q, total_q].
-    Raises: as `attention`; NotImplementedError for implementation="cuda", which no kernel serves
-      yet.
+    Raises:
+      ValueError, TypeError: as `attention`; the lengths contradict each other or the arrays.
+      NotImplementedError: implementation="cuda", which no kernel serves yet.
     """
     _option_checks.check_choice(_NAME, "implementation", implementation, (None, "cuda", "xla"))
     _option_checks.check_flag(_NAME, "return_logsumexp", return_logsumexp)

@@ -32,6 +32,8 @@ def checkpoint_policy() -> Callable[..., Any]:
     `jax.checkpoint(layer, policy=jax_fa3.checkpoint_policy())` saves only the residuals named
     "jax_fa3_out" and "jax_fa3_logsumexp"; combine it with others by
     `jax.checkpoint_policies.save_from_both_policies`.
+
+    Returns: a policy as `jax.checkpoint` takes it.
     """
     policy: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(
         OUT_NAME, LOGSUMEXP_NAME

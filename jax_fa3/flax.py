@@ -45,7 +45,7 @@ _ARRAYS = (
 
 
 def linen_attention_fn(**options: Unpack[FlaxOptions]) -> Callable[..., jax.Array]:
-    """`attention_fn` for `flax.linen.MultiHeadDotProductAttention`.
+    """`attention_fn` for `flax.linen.MultiHeadDotProductAttention`::
 
         nn.MultiHeadDotProductAttention(8, attention_fn=linen_attention_fn(is_causal=True))
 
@@ -65,9 +65,9 @@ def linen_attention_fn(**options: Unpack[FlaxOptions]) -> Callable[..., jax.Arra
       decoding: there the mask alone says which keys are seen, is_causal is not applied.
     Raises:
       TypeError: an option, or a keyword of a call, is unknown.
-      NotImplementedError, in a call: dropout that is not deterministic; sow_weights=True (module)
+      NotImplementedError: in a call: dropout that is not deterministic; sow_weights=True (module)
         or einsums of one's own; window_size in a step of cached decoding.
-      the rest as `jax_fa3.attention`.
+      ValueError, RuntimeError: in a call, as `jax_fa3.attention`.
     """
     name = "linen_attention_fn"
     checked = _check_options(name, options)
@@ -113,7 +113,7 @@ def linen_attention_fn(**options: Unpack[FlaxOptions]) -> Callable[..., jax.Arra
 
 
 def nnx_attention_fn(**options: Unpack[FlaxOptions]) -> Callable[..., jax.Array]:
-    """`attention_fn` for `flax.nnx.MultiHeadAttention`.
+    """`attention_fn` for `flax.nnx.MultiHeadAttention`::
 
         nnx.MultiHeadAttention(8, 512, attention_fn=nnx_attention_fn(), decode=False, rngs=rngs)
 
@@ -123,7 +123,8 @@ def nnx_attention_fn(**options: Unpack[FlaxOptions]) -> Callable[..., jax.Array]
       options: as in `linen_attention_fn`.
     Returns: a function with the signature and meaning of `flax.nnx.dot_product_attention`, with
       the differences told in `linen_attention_fn`. is_causal of a call adds to the option's.
-    Raises: as `linen_attention_fn`.
+    Raises:
+      TypeError, NotImplementedError, ValueError, RuntimeError: as `linen_attention_fn`.
     """
     name = "nnx_attention_fn"
     checked = _check_options(name, options)
