@@ -1,0 +1,93 @@
+"""Sphinx extension: writes docs/_generated before the pages are read.
+
+From the result files of the benchmarks: tables and plots. From the CUDA sources: the table of
+kernels, the table of barriers and the pictures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import harness  # benchmarks/
+import kernel_figures
+import kernel_source
+import table  # benchmarks/
+
+from jax_fa3._cli import plots
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def write_all(folder: Path) -> None:
+    """Everything the pages include, into folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels, barriers = kernel_source.kernels(), kernel_source.barriers()
+    _write(folder / "kernels.md", kernel_table(kernels))
+    _write(folder / "barriers.md", barrier_table(barriers))
+    kernel_figures.save(kernel_figures.shared_memory, folder / "shared_memory.svg", kernels)
+    kernel_figures.save(kernel_figures.barrier_picture, folder / "barriers.svg", barriers)
+    for draw in (kernel_figures.pipeline, kernel_figures.turns, kernel_figures.call):
+        kernel_figures.save(draw, folder / f"{draw.__name__}.svg")
+    speed, errors = [], []
+    for path in sorted(RESULTS.glob("*.json")):
+        meta, rows = harness.merge([path])
+        speed.append(benchmark_section(path, meta, rows, folder))
+        if any(row["kind"] == "accuracy" for row in rows):
+            image = folder / f"{path.stem}_accuracy.svg"
+            plots.accuracy(rows, image, columns=2)
+            errors.append(_figure(image, "Relative L2 error over the number of keys"))
+            errors.append(table.source_line(meta))
+    _write(folder / "benchmarks.md", "\n\n".join(speed))
+    _write(folder / "accuracy.md", "\n\n".join(errors))
+
+
+def kernel_table(kernels: list[kernel_source.Kernel]) -> str:
+    """A line per kernel: tile, stages, threads, registers, shared memory."""
+    header = ["kernel", "q rows", "keys", "stages", "threads", "registers: load, math", "pipeline"]
+    lines = []
+    for kernel in kernels:
+        c = kernel.constants
+        registers = f"{c['kLoadRegisters']}, {c['kMathRegisters']}"
+        numbers = (c["kBlockQ"], c["kBlockKv"], c["kNumStages"], c["kThreads"])
+        lines.append([f"`{kernel.name}`", *map(str, numbers), registers, kernel.pipeline])
+    return table.markdown(header, lines)
+
+
+def barrier_table(barriers: list[kernel_source.Barrier]) -> str:
+    """The table above the kernel, as Markdown."""
+    lines = [[f"`{b.name}`", b.arrivals, b.waiter, b.meaning] for b in barriers]
+    head = ["barrier", "arrivals", "waiter", "meaning"]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * 4, *lines])
+
+
+def benchmark_section(
+    path: Path, meta: dict[str, Any], rows: list[dict[str, Any]], folder: Path
+) -> str:
+    """One result file: plots of its forward speed, then every table."""
+    parts = [f"## {path.name}"]
+    for regime in sorted({r["regime"] for r in rows if r["kind"] == "fwd"}):
+        image = folder / f"{path.stem}_{regime}.svg"
+        plots.speed([r for r in rows if r.get("regime") == regime], image, columns=2)
+        parts.append(_figure(image, f"Forward speed, {regime}"))
+    return "\n\n".join([*parts, table.full(meta, rows)])
+
+
+def _figure(image: Path, words: str) -> str:
+    return f"```{{figure}} _generated/{image.name}\n:alt: {words}\n:class: wide\n\n{words}\n```"
+
+
+def _write(path: Path, text: str) -> None:
+    """Leaves an unchanged file alone, so that Sphinx does not read its pages again."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def _before_reading(app: Any) -> None:
+    write_all(Path(app.srcdir) / "_generated")
+
+
+def setup(app: Any) -> dict[str, bool]:
+    app.connect("builder-inited", _before_reading)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,123 @@
+"""The parts that make the site: what they read from the sources, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from docs.pages import ROOT
+
+from jax_fa3 import _ffi
+
+
+def load(name: str) -> ModuleType:
+    """A module of docs/_ext, which is on no import path."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_ext" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+kernel_source = load("kernel_source")
+docstrings = load("docstrings")
+finished_site = load("finished_site")
+
+
+# ---- cuda/ as the pictures show it ----
+@pytest.mark.skipif(not _ffi.kernels(), reason="needs the compiled extension")
+def test_kernels_are_those_of_the_extension() -> None:
+    read = [
+        {
+            "name": kernel.name,
+            "dtype": kernel.dtype,
+            "head_dim": kernel.constants["kHeadDim"],
+            "block_q": kernel.constants["kBlockQ"],
+            "block_kv": kernel.constants["kBlockKv"],
+            "num_stages": kernel.constants["kNumStages"],
+            "math_warpgroups": kernel.constants["kMathWarpgroups"],
+            "cluster_size": kernel.constants["kClusterSize"],
+            "pipeline": kernel.pipeline,
+            "softmax": kernel.softmax,
+        }
+        for kernel in kernel_source.kernels()
+    ]
+    assert read == _ffi.kernels()
+
+
+def test_shared_memory_adds_up() -> None:
+    for kernel in kernel_source.kernels():
+        sizes = [size for _, size in kernel.buffers()]
+        assert min(sizes) > 0
+        assert sum(sizes) == kernel.layout["kBytes"] < 227 * 1024
+
+
+def test_barriers_of_the_map() -> None:
+    found = {barrier.name: barrier for barrier in kernel_source.barriers()}
+    assert len(found) == 6
+    for buffer in ("q", "k", "v"):
+        full = next(b for name, b in found.items() if name.startswith(f"{buffer}_full"))
+        empty = next(b for name, b in found.items() if name.startswith(f"{buffer}_empty"))
+        assert (full.waiter, empty.waiter) == ("math", "load")
+        assert full.arrivals.endswith(f" {buffer}")
+
+
+def test_unknown_sources_are_refused() -> None:
+    assert kernel_source._evaluate(
+        "static constexpr int kA = 4 == 4 ? 2 : 3, kB = kA * 2;", {}
+    ) == {
+        "kA": 2,
+        "kB": 4,
+    }
+    with pytest.raises(kernel_source.SourceError, match="cannot evaluate 'size_of<Q>'"):
+        kernel_source._evaluate("static constexpr int kA = size_of<Q>;", {})
+    with pytest.raises(kernel_source.SourceError, match="no struct Missing"):
+        kernel_source._body("struct Other { };", "Missing")
+
+
+# ---- docstrings ----
+def test_short_sections_become_fields() -> None:
+    lines = ["Returns: an array", "  of floats.", "Raises:", "  ValueError: why.", "Source: paper."]
+    assert docstrings.expanded(lines) == [
+        *("", ":returns: an array", "  of floats."),
+        *("Raises:", "  ValueError: why."),
+        *("", "Source:", "  paper."),
+    ]
+
+
+# ---- links ----
+def site(folder: Path, body: str) -> list[str]:
+    (folder / "other.html").write_text('<h1 id="here">x</h1>', encoding="utf-8")
+    (folder / "page.html").write_text(body, encoding="utf-8")
+    found: list[str] = finished_site.problems(folder)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('<a href="other.html#here">', None),
+        ('<a href="#top">', None),
+        ('<a href="https://example.org">', None),
+        ('<img src="data:image/png;base64,x">', None),
+        ('<a href="gone.html">', "leads to no file"),
+        ('<a href="other.html#gone">', "leads to no anchor"),
+        ('<a href="http://example.org">', "is no https address"),
+        ('<script src="https://example.org/x.js"></script>', "is on another server"),
+        ('<link href="//example.org/font.css">', "is on another server"),
+        ('<img src="picture.svg">', "leads to no file"),
+    ],
+)
+def test_wrong_links_are_found(tmp_path: Path, body: str, words: str | None) -> None:
+    found = site(tmp_path, body)
+    assert [sentence.split("' ")[-1] for sentence in found] == ([] if words is None else [words])
+
+
+def test_a_font_of_another_server_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.css").write_text('@import url("https://example.org/f.css");', encoding="utf-8")
+    assert len(site(tmp_path, "")) == 1
