@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 GAP = "…"
-# Functions whose returned strings say why no kernel runs; they become part of messages.
-REASONS = {"_unserved", "missing_reason", "_load"}
+# Functions whose returned strings say why no kernel runs or is built; messages are made of them.
+REASONS = {"_unserved", "missing_reason", "_load", "import_failure", "_missing_host", "reason"}
 
 
 class Message(NamedTuple):
@@ -24,7 +24,7 @@ class Message(NamedTuple):
 def all_messages() -> list[Message]:
     """Of the Python package, of the handlers and of the build."""
     found = []
-    for path in sorted((ROOT / "jax_fa3").rglob("*.py")):
+    for path in [*sorted((ROOT / "jax_fa3").rglob("*.py")), ROOT / "scripts" / "build_backend.py"]:
         found += python_messages(path.read_text(encoding="utf-8"), _name(path))
     for path in sorted((ROOT / "bindings").iterdir()):
         found += handler_messages(path.read_text(encoding="utf-8"), _name(path))
@@ -36,12 +36,19 @@ def all_messages() -> list[Message]:
 def python_messages(source: str, place: str) -> list[Message]:
     """Texts of `raise` statements, and of the returns of `REASONS`."""
     tree = ast.parse(source)
-    constants = {
-        target.id: node.value
-        for node in tree.body
+    assigned = [
+        (target.id, node.value)
+        for node in ast.walk(tree)
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Name)
+    ]
+    names = [name for name, _ in assigned]
+    is_text = (ast.Constant, ast.JoinedStr, ast.BinOp)
+    constants = {
+        name: value
+        for name, value in assigned
+        if names.count(name) == 1 and isinstance(value, is_text)
     }
     nodes: list[tuple[int, ast.expr]] = []
     for node in ast.walk(tree):

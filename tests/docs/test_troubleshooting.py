@@ -58,10 +58,11 @@ def f(name, x):
     raise TypeError(RULE.format(value=x))
     raise
 def missing_reason():
-    return f"no {x} here"
+    part = "no way"
+    return f"{part} to {x}"
 """
     found = [message.text for message in python_messages(source, "file")]
-    assert sorted(found) == ["a rule; got ….", "no … here", "x must be small; got …."]
+    assert sorted(found) == ["a rule; got ….", "no way to …", "x must be small; got …."]
 
 
 def test_handler_and_build_messages_are_read():
