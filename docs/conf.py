@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "benchmarks")]
+sys.path.append(str(ROOT))  # the source tree, where jax_fa3 is not installed
 
 project = "jax_fa3"
 author = "the jax_fa3 authors"

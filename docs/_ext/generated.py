@@ -34,11 +34,12 @@ def write_all(folder: Path) -> None:
     for path in sorted(RESULTS.glob("*.json")):
         meta, rows = harness.merge([path])
         speed.append(benchmark_section(path, meta, rows, folder))
-        if any(row["kind"] == "accuracy" for row in rows):
+        shown = [row for row in rows if row["kind"] == "accuracy"]
+        if shown:
             image = folder / f"{path.stem}_accuracy.svg"
             plots.accuracy(rows, image, columns=2)
             errors.append(_figure(image, "Relative L2 error over the number of keys"))
-            errors.append(table.source_line(meta))
+            errors += [table.source_line(meta), table.error_table(shown)]
     _write(folder / "benchmarks.md", "\n\n".join(speed))
     _write(folder / "accuracy.md", "\n\n".join(errors))
 

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tomllib
 import venv
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -37,13 +39,52 @@ def test_ci_finds_the_readme_test_command():
     assert found[0].startswith("pytest")
 
 
-def test_tools_have_the_same_pins_everywhere():
-    """The hooks call the pinned tools of the dev extra and bring no versions of their own."""
-    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
-    assert re.findall(r"repo: (\S+)", hooks) == ["local"]
-    assert all(
-        "==" in requirement for requirement in PYPROJECT["project"]["optional-dependencies"]["dev"]
-    )
+def pins(*extras):
+    """Version of each tool of these extras; every one must be pinned."""
+    wanted = [r for extra in extras for r in PYPROJECT["project"]["optional-dependencies"][extra]]
+    assert [r for r in wanted if "==" not in r] == []
+    return dict(requirement.split("==") for requirement in wanted)
+
+
+def test_hooks_call_the_pinned_tools():
+    """The hooks bring no versions of their own, and .ci/run checks style and types through them."""
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repo["repo"] for repo in hooks] == ["local"]
+    entries = [hook["entry"] for hook in hooks[0]["hooks"]]
+    assert {hook["language"] for hook in hooks[0]["hooks"]} == {"system"}
+    assert {entry.split()[0] for entry in entries} == {"ruff", "clang-format", "mypy"}
+    assert {"pre-commit", "ruff", "clang-format", "mypy"} <= set(pins("dev"))
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert 'pre-commit" run --all-files' in ci
+    assert re.findall(r"\$tools/(ruff|mypy|clang-format)", ci) == []
+
+
+def test_installed_tools_are_the_pinned_ones():
+    wanted = pins("dev", "docs")
+    installed = {name: found for name in wanted if (found := version_of(name)) is not None}
+    if not installed:
+        pytest.skip("needs a tool of the dev or docs extra")
+    assert installed == {name: wanted[name] for name in installed}
+
+
+def version_of(package):
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")))
+def test_issue_forms_ask_for_the_configuration(form):
+    fields = yaml.safe_load(form.read_text())["body"]
+    (config,) = [field for field in fields if field.get("id") == "config"]
+    assert "jax_fa3.show_config()" in config["attributes"]["description"]
+    assert config["validations"]["required"] == (form.stem != "feature_request")
+
+
+def test_pull_requests_ask_for_the_configuration():
+    text = (ROOT / ".github" / "pull_request_template.md").read_text()
+    assert "jax_fa3.show_config()" in text
 
 
 FAKE_NVCC = """#!/bin/sh
