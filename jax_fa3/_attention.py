@@ -9,7 +9,18 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from jax_fa3 import _compat, _explain, _fold, _local, _partition, _reference, _shapes, _vjp
+from jax_fa3 import (
+    _batching,
+    _compat,
+    _explain,
+    _fold,
+    _local,
+    _partition,
+    _reference,
+    _refusals,
+    _shapes,
+    _vjp,
+)
 from jax_fa3._quantize import Quantization
 from jax_fa3._shapes import Config, Operands
 
@@ -213,10 +224,7 @@ def run(
 
 def _check_placement(function: str, name: str, x: jax.Array, only_cuda: bool) -> None:
     """What is known of an array's devices while it is not traced."""
-    known = _compat.concrete_spec(x) or _compat.explicit_spec(x)
-    if known is not None:
-        spec = [None if n == 1 else entry for n, entry in zip(x.shape, known, strict=True)]
-        _partition.refuse_sharded(function, name, spec, _local.LABELS[name])
+    _partition.refuse_sharded(function, name, x.shape, _compat.known_split(x))
     if only_cuda and not isinstance(x, jax.core.Tracer):
         platforms = sorted({device.platform for device in x.devices()})
         if platforms != ["gpu"]:
@@ -276,41 +284,70 @@ def _core(
 
     def kernel(operands: Operands) -> tuple[jax.Array, jax.Array]:
         arrays = _local.present(operands)
-        call = _local.Call(config, tuple(arrays), only_cuda)
+        call = _local.Call(config, tuple(arrays), only_cuda, function)
         values = [x[None] if name in _local.UNBATCHED else x for name, x in arrays.items()]
         if _compat.in_manual_region():
             values = _compat.mark_varying(values)
-        try:
-            out, logsumexp = _vjp.build(call)(*values)
-        except TypeError as error:
-            if "forward-mode" in str(error) and "custom_vjp" in str(error):
-                raise NotImplementedError(f"{function}: {FORWARD_MODE}") from error
-            raise
+        values = [
+            _refusals.reverse_mode_only(x, NotImplementedError, f"{function}: {FORWARD_MODE}")
+            if _local.is_differentiable(x)
+            else x
+            for x in values
+        ]
+        out, logsumexp = _vjp.build(call)(*values)
         return out, logsumexp
 
     def xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
         arrays = _local.present(operands)
         if _compat.in_manual_region():
             arrays = dict(zip(arrays, _compat.mark_varying(list(arrays.values())), strict=True))
-        out, logsumexp = _xla_jit(config)(Operands(**arrays))
+            out, logsumexp = _xla_jit(None, config)(Operands(**arrays))
+        else:
+            out, logsumexp = _xla_jit(function, config)(Operands(**arrays))
         return out, logsumexp
 
     chosen = kernel if path == "cuda" else xla
 
     def core(operands: Operands) -> tuple[jax.Array, jax.Array]:
-        if _compat.explicit_spec(operands.query) is not None:
-            return _partition.over_explicit_mesh(operands, chosen)
+        if _compat.is_explicit(operands.query):
+            return _partition.over_explicit_mesh(function, operands, chosen)
         return chosen(operands)
 
     return core
 
 
 @functools.cache
-def _xla_jit(config: Config) -> Callable[[Operands], tuple[jax.Array, jax.Array]]:
-    """The XLA path under jit, built once per set of options."""
+def _xla_jit(
+    function: str | None, config: Config
+) -> Callable[[Operands], tuple[jax.Array, jax.Array]]:
+    """The XLA path under jit, built once per set of options.
+
+    function: the public function that refuses split axes; None in shard_map, where none is seen.
+    """
 
     def jax_fa3_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
+        if function is not None:
+            arrays = _local.present(operands)
+            operands = Operands(**{name: _whole(function, name, x) for name, x in arrays.items()})
         out, logsumexp = _reference.attention(operands, config)
         return out, logsumexp
 
     return jax.jit(jax_fa3_attention_xla)
+
+
+def _whole(function: str, name: str, x: jax.Array) -> jax.Array:
+    """x; compiling for several devices raises when they split an axis that XLA would gather."""
+    if not _partition.must_be_whole(name):
+        return x
+
+    @jax.custom_jvp
+    def checked(x: jax.Array) -> jax.Array:
+        (same,) = _batching.whole(function, name)(x)
+        return same
+
+    @checked.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        return checked(*primals), tangents[0]
+
+    same: jax.Array = checked(x)
+    return same

@@ -35,6 +35,12 @@ def backward(call: Call) -> Callable[..., Arrays]:
     return _with_rule(functools.partial(_partition.backward, call))
 
 
+@functools.cache
+def whole(function: str, argument: str) -> Callable[..., Arrays]:
+    """`_partition.whole`, mapped any number of times."""
+    return _with_rule(_partition.whole(function, argument))
+
+
 def _with_rule(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
     @custom_vmap
     def op(*arrays: jax.Array) -> Arrays:

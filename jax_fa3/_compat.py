@@ -25,6 +25,8 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
@@ -91,24 +93,36 @@ def explicit_axes(x: Any) -> frozenset[str]:
     return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
-def explicit_spec(x: Any) -> tuple[Any, ...] | None:
-    """PartitionSpec entries of x as its type states them; None when no axis of its mesh is
-    Explicit."""
+def is_explicit(x: Any) -> bool:
+    """Whether the type of x states its sharding: some axis of its mesh is Explicit."""
     sharding = getattr(jax.typeof(x), "sharding", None)
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def known_split(x: Any) -> tuple[Any, ...]:
+    """`split_of` for what is known of x while tracing; no axis of a traced array without a type
+    that says more."""
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        return split_of(x)
+    return split_of(jax.typeof(x)) if is_explicit(x) else (None,) * x.ndim
+
+
+def split_of(x: Any) -> tuple[Any, ...]:
+    """Mesh axes that split each axis of x (array, type or struct), None where none does.
+
+    A mesh axis of one device splits nothing.
+    """
+    sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return None
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return None
-    return _padded(sharding.spec, x.ndim)
+        return (None,) * len(x.shape)
+    sizes = sharding.mesh.shape
 
+    def splitting(entry: Any) -> Any:
+        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        return tuple(axis for axis in axes if sizes[axis] > 1) or None
 
-def concrete_spec(x: Any) -> tuple[Any, ...] | None:
-    """PartitionSpec entries of an array that is not traced and has a named sharding, else None."""
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
-        return None
-    if not isinstance(x.sharding, NamedSharding):
-        return None
-    return _padded(x.sharding.spec, x.ndim)
+    entries = tuple(splitting(entry) for entry in sharding.spec)
+    return entries + (None,) * (len(x.shape) - len(entries))
 
 
 def partition_spec(*entries: Any) -> PartitionSpec:
@@ -134,6 +148,29 @@ def named_residual(x: jax.Array, name: str) -> jax.Array:
     """x under a name that remat policies know."""
     named: jax.Array = checkpoint_name(x, name)  # type: ignore[no-untyped-call, unused-ignore]
     return named
+
+
+def linear_identity(name: str, on_use: Callable[..., Any]) -> Primitive:
+    """A primitive of one operand and of its type that can be traced, mapped and transposed.
+
+    Lowering or computing it calls on_use(platforms, **parameters), which is to raise.
+    """
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x, **_: x)
+
+    def lower(ctx: Any, x: Any, **parameters: Any) -> Any:
+        on_use(", ".join(ctx.module_context.platforms), **parameters)
+        return [x]
+
+    def compute(x: Any, **parameters: Any) -> Any:
+        on_use(jax.default_backend(), **parameters)
+        return x
+
+    primitive.def_impl(compute)
+    mlir.register_lowering(primitive, lower)
+    ad.deflinear2(primitive, lambda cotangent, _, **__: [cotangent])
+    batching.defvectorized(primitive)
+    return primitive
 
 
 def partitioned(
@@ -165,10 +202,6 @@ def sharding_rule(
         return ArrayMapping(*names)  # type: ignore[no-untyped-call, unused-ignore]
 
     return SdyShardingRule(tuple(map(mapping, operands)), tuple(map(mapping, results)))
-
-
-def _padded(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:
-    return tuple(spec) + (None,) * (ndim - len(spec))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_fa3 import _ffi, _fp8_model, _reference, _shapes
+from jax_fa3 import _ffi, _fp8_model, _reference, _refusals, _shapes
 from jax_fa3._shapes import Config, Operands
 
 # Trailing axes of each operand, after its batch axes. Sharding and folding both read this table.
@@ -35,6 +35,10 @@ LABELS: dict[str, tuple[str, ...]] = {
     "mask": ("head_q", "seqlen_q", "seqlen_k"),
     "bias": ("head_q", "seqlen_q", "seqlen_k"),
 }
+ONLY_CUDA = (
+    '{function}: implementation="cuda" must be lowered for platform cuda; got {{platforms}}. Pass '
+    'implementation="xla" or None.'
+)
 OUT_LABELS = ("seqlen_q", "head_q", "dim_v")
 LOGSUMEXP_LABELS = ("head_q", "seqlen_q")
 UNBATCHED = ("softmax_scale", "sinks")
@@ -47,11 +51,13 @@ class Call(NamedTuple):
       config: the options.
       names: which operands are given, in the order in which the layers pass their arrays.
       only_cuda: implementation="cuda": no XLA branch for other platforms.
+      function: the public function, first word of every message.
     """
 
     config: Config
     names: tuple[str, ...]
     only_cuda: bool
+    function: str
 
     def operands(self, arrays: Sequence[jax.Array]) -> Operands:
         """The operands from their arrays in the order of names."""
@@ -74,7 +80,7 @@ def is_differentiable(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.floating)) and not _shapes.is_float8(x)
 
 
-def forward(operands: Operands, config: Config, only_cuda: bool) -> tuple[jax.Array, jax.Array]:
+def forward(operands: Operands, call: Call) -> tuple[jax.Array, jax.Array]:
     """out [*batch, seqlen_q, num_heads_q, head_dim_v] and logsumexp f32 [*batch, num_heads_q,
     seqlen_q]."""
     arrays = present(operands)
@@ -83,11 +89,11 @@ def forward(operands: Operands, config: Config, only_cuda: bool) -> tuple[jax.Ar
         if size != 1 and any(
             name in arrays and arrays[name].shape[axis] != 1 for name in UNBATCHED
         ):
-            return _map_axis(arrays, axis, config, only_cuda)
+            return _map_axis(arrays, axis, call)
     folded, grouped = _fold_group(arrays, full)
     rest = tuple(n for axis, n in enumerate(full) if axis not in grouped)
     flat = {name: _fold_batch(name, x, rest) for name, x in folded.items()}
-    out, logsumexp = _dispatch(Operands(**flat), config, only_cuda)
+    out, logsumexp = _dispatch(Operands(**flat), call)
     out = out.reshape(*rest, *out.shape[1:])
     logsumexp = logsumexp.reshape(*rest, *logsumexp.shape[1:])
     if not grouped:
@@ -147,16 +153,14 @@ def _backward_one(
     return dict(grads)
 
 
-def _map_axis(
-    arrays: dict[str, jax.Array], axis: int, config: Config, only_cuda: bool
-) -> tuple[jax.Array, jax.Array]:
+def _map_axis(arrays: dict[str, jax.Array], axis: int, call: Call) -> tuple[jax.Array, jax.Array]:
     """One call per index of a batch axis along which softmax_scale or sinks differ."""
     mapped = {name: jnp.moveaxis(x, axis, 0) for name, x in arrays.items() if x.shape[axis] != 1}
     shared = {name: x for name, x in arrays.items() if name not in mapped}
 
     def one(values: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         own = {name: jnp.expand_dims(x, axis) for name, x in values.items()}
-        out, logsumexp = forward(Operands(**{**shared, **own}), config, only_cuda)
+        out, logsumexp = forward(Operands(**{**shared, **own}), call)
         return jnp.squeeze(out, axis), jnp.squeeze(logsumexp, axis)
 
     out, logsumexp = jax.lax.map(one, mapped)
@@ -221,8 +225,10 @@ def _fold_batch(name: str, x: jax.Array, rest: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x, (*rest, *own)).reshape(math.prod(rest), *own)
 
 
-def _dispatch(operands: Operands, config: Config, only_cuda: bool) -> tuple[jax.Array, jax.Array]:
-    """The kernel where the program is lowered for CUDA, the XLA path elsewhere."""
+def _dispatch(operands: Operands, call: Call) -> tuple[jax.Array, jax.Array]:
+    """The kernel where the program is lowered for CUDA; elsewhere the XLA path, or one sentence
+    when only the kernel will do."""
+    config = call.config
     if _shapes.dims_of(operands).is_empty:
         return _xla(operands, config)
 
@@ -230,13 +236,16 @@ def _dispatch(operands: Operands, config: Config, only_cuda: bool) -> tuple[jax.
         return _kernel(Operands(**dict(zip(names, flat, strict=True))), config)
 
     def default(*flat: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if call.only_cuda:
+            refused = _refusals.on_lowering(
+                flat[0], RuntimeError, ONLY_CUDA.format(function=call.function)
+            )
+            flat = (refused, *flat[1:])
         return _xla(Operands(**dict(zip(names, flat, strict=True))), config)
 
     arrays = present(operands)
     names = tuple(arrays)
     with jax.named_scope("jax_fa3"):
-        if only_cuda:
-            return kernel(*arrays.values())
         out, logsumexp = jax.lax.platform_dependent(*arrays.values(), cuda=kernel, default=default)
     return out, logsumexp
 

@@ -51,16 +51,19 @@ def backward(call: Call, *arrays: jax.Array) -> Arrays:
 
 
 def refuse_sharded(
-    function: str, argument: str, spec: Sequence[Any], labels: Sequence[str]
+    function: str, argument: str, shape: Sequence[int], split: Sequence[Any]
 ) -> None:
-    """Raises when an axis that must be whole is split; spec and labels are aligned at the end."""
-    for entry, label in zip(spec[len(spec) - len(labels) :], labels, strict=True):
-        if label in _WHOLE and entry is not None:
+    """Raises when an axis that must be whole is split; split as `_compat.split_of` gives it."""
+    labels = _local.LABELS[argument]
+    own = zip(shape[len(shape) - len(labels) :], split[len(split) - len(labels) :], strict=True)
+    for (size, entry), label in zip(own, labels, strict=True):
+        if label in _WHOLE and size != 1 and entry is not None:
+            axis = _NAMES_OF_WHOLE[label]
+            cure = "call context_parallel_attention in jax.shard_map, or " * (axis == "seqlen")
             raise ValueError(
-                f"{function}: the {_NAMES_OF_WHOLE[label]} axis of {argument} must not be sharded; "
-                f"got it sharded over mesh axes {_axes(entry)!r}. Shard batch or heads instead, or "
-                "make it whole with jax.lax.with_sharding_constraint (jax.reshard on an explicit "
-                "mesh)."
+                f"{function}: the {axis} axis of {argument} must not be sharded; got it sharded "
+                f"over mesh axes {_axes(entry)!r}. Shard batch or heads instead, {cure}make it "
+                "whole with jax.lax.with_sharding_constraint (jax.reshard on an explicit mesh)."
             )
 
 
@@ -124,11 +127,15 @@ def _prefix(mesh: Mesh | AbstractMesh, axes: Axes, size: int, used: set[str]) ->
     return tuple(taken)
 
 
-def check_whole(operands: Mapping[str, Any]) -> None:
-    """Raises ValueError when an axis that must be whole is sharded."""
+def must_be_whole(argument: str) -> bool:
+    """Whether the operand has an axis that no device may hold a part of."""
+    return any(label in _WHOLE for label in _local.LABELS[argument])
+
+
+def check_whole(function: str, operands: Mapping[str, Any]) -> None:
+    """Raises ValueError when an axis that must be whole is sharded; function names the caller."""
     for name, x in operands.items():
-        spec = [None if n == 1 else entry for n, entry in zip(x.shape, _spec_of(x), strict=True)]
-        refuse_sharded("attention", name, spec, _local.LABELS[name])
+        refuse_sharded(function, name, x.shape, _compat.split_of(x))
 
 
 def layout_of(mesh: Mesh | AbstractMesh, operands: Mapping[str, Any]) -> Layout:
@@ -189,7 +196,7 @@ def _put_heads(name: str, grad: jax.Array, heads: jax.Array, heads_kv: int) -> j
 
 
 def over_explicit_mesh(
-    operands: Operands, run: Callable[[Operands], tuple[jax.Array, jax.Array]]
+    function: str, operands: Operands, run: Callable[[Operands], tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
     """run inside a shard_map over the Explicit mesh axes that query's type names for batch and
     heads.
@@ -202,7 +209,7 @@ def over_explicit_mesh(
         for name, x in _local.present(operands).items()
     }
     types = {name: jax.typeof(x) for name, x in arrays.items()}
-    check_whole(types)
+    check_whole(function, types)
     layout = layout_of(types["query"].sharding.mesh, types)
     group = operands.query.shape[-2] // operands.key.shape[-2]
     # A mesh in scope must not be named again; without one, that of query's type is meant.
@@ -239,9 +246,39 @@ def over_explicit_mesh(
     return out, logsumexp
 
 
+@cache
+def whole(function: str, argument: str) -> Callable[..., Arrays]:
+    """(x,) of one operand, for code that XLA partitions itself; a split axis that it would gather
+    is refused."""
+    labels = _local.LABELS[argument]
+
+    def jax_fa3_whole(x: jax.Array) -> Arrays:
+        return (x,)
+
+    def sharding(mesh: Mesh, args: Sequence[Any]) -> NamedSharding:
+        (x,) = args
+        named = (*[""] * (len(x.shape) - len(labels)), *labels)
+        spec: list[Axes | None] = []
+        for size, entry, label in zip(x.shape, _spec_of(x), named, strict=True):
+            axes = () if label in _WHOLE else _prefix(mesh, _axes(entry), size, set())
+            spec.append(axes or None)
+        return NamedSharding(mesh, _compat.partition_spec(*spec))
+
+    def infer(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
+        return (sharding(mesh, args),)
+
+    def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
+        check_whole(function, {argument: args[0]})
+        same = sharding(mesh, args)
+        return mesh, jax_fa3_whole, (same,), (same,)
+
+    rule = _rule([labels], [labels])
+    return _compat.partitioned(jax_fa3_whole, partition=partition, infer=infer, sharding_rule=rule)
+
+
 def _local_forward(call: Call) -> Callable[..., Arrays]:
     def jax_fa3_forward(*arrays: jax.Array) -> Arrays:
-        return _local.forward(call.operands(arrays), call.config, call.only_cuda)
+        return _local.forward(call.operands(arrays), call)
 
     return jax_fa3_forward
 
@@ -269,7 +306,7 @@ def _forward(call: Call) -> Callable[..., Arrays]:
         return shardings(mesh, args, results)[1]
 
     def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
-        check_whole(dict(zip(names, args, strict=False)))
+        check_whole(call.function, dict(zip(names, args, strict=False)))
         layout, out_shardings = shardings(mesh, args, results)
         group = _group(names, args)
 
@@ -305,7 +342,7 @@ def _backward(call: Call) -> Callable[..., Arrays]:
         return shardings(mesh, args, results)[1]
 
     def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
-        check_whole(dict(zip(names, args, strict=False)))
+        check_whole(call.function, dict(zip(names, args, strict=False)))
         layout, out_shardings = shardings(mesh, args, results)
         group, targets = _group(names, args), wanted(args)
 

@@ -19,7 +19,7 @@ OUT_NAME = "jax_fa3_out"
 LOGSUMEXP_NAME = "jax_fa3_logsumexp"
 
 SECOND_ORDER = (
-    "attention: the CUDA path is differentiable once, in reverse mode; got second-order or "
+    "{function}: the CUDA path is differentiable once, in reverse mode; got second-order or "
     'forward-mode differentiation. Pass implementation="xla".'
 )
 
@@ -49,8 +49,10 @@ def build(call: Call) -> Callable[..., Arrays]:
     with a leading 1) -> (out, logsumexp).
     """
     run_forward = _batching.forward(call)
-    forward_once = _first_order_only(run_forward)
-    backward_once = _first_order_only(_batching.backward(call))
+    forward_once = _first_order_only(run_forward, SECOND_ORDER.format(function=call.function))
+    backward_once = _first_order_only(
+        _batching.backward(call), SECOND_ORDER.format(function=call.function)
+    )
 
     @jax.custom_vjp
     def op(*arrays: jax.Array) -> Arrays:
@@ -81,7 +83,7 @@ def build(call: Call) -> Callable[..., Arrays]:
     return jax.jit(jax_fa3_attention)
 
 
-def _first_order_only(fn: Callable[..., Arrays]) -> Callable[..., Arrays]:
+def _first_order_only(fn: Callable[..., Arrays], refusal: str) -> Callable[..., Arrays]:
     """fn, with one sentence in place of JAX's message when it is differentiated."""
 
     @jax.custom_vjp
@@ -89,7 +91,7 @@ def _first_order_only(fn: Callable[..., Arrays]) -> Callable[..., Arrays]:
         return fn(*arrays)
 
     def refuse(*arrays: jax.Array) -> Any:
-        raise NotImplementedError(SECOND_ORDER)
+        raise NotImplementedError(refusal)
 
     once.defvjp(refuse, refuse)
     return once

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 GAP = "…"
 # Functions whose returned strings say why no kernel runs or is built; messages are made of them.
 REASONS = {"_unserved", "missing_reason", "_load", "import_failure", "_missing_host", "reason"}
+# Functions that raise their last argument later, in a transformation or while lowering.
+DEFERRED = {"on_lowering", "reverse_mode_only", "_first_order_only"}
 
 
 class Message(NamedTuple):
@@ -34,7 +36,7 @@ def all_messages() -> list[Message]:
 
 
 def python_messages(source: str, place: str) -> list[Message]:
-    """Texts of `raise` statements, and of the returns of `REASONS`."""
+    """Texts that `raise` and `DEFERRED` are given, and that `REASONS` return."""
     tree = ast.parse(source)
     assigned = [
         (target.id, node.value)
@@ -54,6 +56,8 @@ def python_messages(source: str, place: str) -> list[Message]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             nodes.append((node.lineno, node.exc.args[-1]))
+        if isinstance(node, ast.Call) and _called(node) in DEFERRED:
+            nodes.append((node.lineno, node.args[-1]))
         if isinstance(node, ast.FunctionDef) and node.name in REASONS:
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Return) and inner.value is not None:
@@ -65,6 +69,11 @@ def python_messages(source: str, place: str) -> list[Message]:
     return [
         Message(text, f"{place}:{line}") for line, text in texts if text.replace(GAP, "").strip()
     ]
+
+
+def _called(node: ast.Call) -> str:
+    """The last name of the function called."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
 def _template(node: ast.expr, constants: dict[str, ast.expr]) -> str:
@@ -81,7 +90,7 @@ def _template(node: ast.expr, constants: dict[str, ast.expr]) -> str:
         return _template(node.left, constants) + _template(node.right, constants)
     is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     if is_method and node.func.attr == "format":
-        return re.sub(r"\{\w*\}", GAP, _template(node.func.value, constants))
+        return re.sub(r"\{+\w*\}+", GAP, _template(node.func.value, constants))
     return GAP
 
 

@@ -135,12 +135,22 @@ def test_x64_mode_does_not_widen_operands() -> None:
     assert attributes(text, "jax_fa3_fwd_fp8")["seqlen_k"] == "7 : i64"
 
 
-def test_cuda_only_has_no_other_branch() -> None:
-    # Lowered for the CPU the call stays, so that nothing falls back in silence.
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs()]
-    lowered = jax.jit(attend("cuda")).lower(*structs)
-    assert calls(lowered.as_text()) == FP8_CALLS
-    assert calls(jax.jit(attend()).lower(*structs).as_text()) == []
+def test_cuda_only_holds_the_calls_of_the_default() -> None:
+    args = inputs()
+    assert calls(cuda_text(attend("cuda"), *args)) == calls(cuda_text(attend(), *args)) != []
+
+
+@pytest.mark.parametrize("precision", ["fp8", "native"])
+def test_cuda_only_is_refused_where_it_is_lowered_for_another_platform(precision: str) -> None:
+    args = inputs()
+    message = r'^attention: implementation="cuda" must be lowered for platform cuda; got cpu\. Pass'
+    fn = attend("cuda", precision=precision)
+    with pytest.raises(RuntimeError, match=message):
+        jax.jit(fn)(*args)
+    with pytest.raises(RuntimeError, match=message):
+        jax.jit(jax.vmap(jax.grad(loss_of(fn))))(*(x[None] for x in args))
+    with pytest.raises(RuntimeError, match=r"got cpu, cuda\."):
+        jax.export.export(jax.jit(fn), platforms=("cpu", "cuda"))(*args)
 
 
 def test_implementation_xla_holds_no_call() -> None:

@@ -165,15 +165,50 @@ class TestSequence:
         with pytest.raises(ValueError, match=rf"seqlen axis of {name} must not be sharded.*'tp'"):
             NATIVE(*sharded)
 
+    @pytest.mark.parametrize("fn", [NATIVE, PLAIN], ids=["kernel", "xla"])
     @pytest.mark.parametrize("argument", [0, 1, 2])
     @pytest.mark.usefixtures("partitioner")
-    def test_under_jit_is_refused_while_compiling(self, mesh: Mesh, argument: int) -> None:
+    def test_under_jit_is_refused_while_compiling(self, mesh: Mesh, argument: int, fn: Any) -> None:
         args = inputs(**SIZES, seqlen_q=8, seqlen_k=8)
         specs = [P("dp", "tp") if i == argument else P("dp") for i in range(3)]
         sharded = put(mesh, args, *specs)
         name = ("query", "key", "value")[argument]
+        message = f"seqlen axis of {name} must not be .*call context_parallel_attention"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.jit(fn)(*sharded)
+
+    @pytest.mark.parametrize("name", ["mask", "key_segment_ids"])
+    def test_other_operands_of_the_xla_path(self, mesh: Mesh, name: str) -> None:
+        args = put(mesh, inputs(**SIZES, seqlen_q=8, seqlen_k=8), *[P("dp")] * 3)
+        ids = jax.device_put(jnp.ones((4, 8), jnp.int32), NamedSharding(mesh, P("dp", "tp")))
+        mask = jax.device_put(
+            jnp.ones((4, 1, 8, 8), bool), NamedSharding(mesh, P("dp", None, "tp"))
+        )
+        whole = jnp.ones((4, 8), jnp.int32)
+
+        def fn(ids: Any, mask: Any, *args: Any) -> Any:
+            if name == "mask":
+                return attend("xla", mask=mask)(*args)
+            return attend("xla", query_segment_ids=whole, key_segment_ids=ids)(*args)
+
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"seqlen axis of {name} must not be"):
-            jax.jit(NATIVE)(*sharded)
+            jax.jit(fn)(ids, mask, *args)
+
+    def test_head_dim_of_the_xla_path_under_jit(self, mesh: Mesh) -> None:
+        sharded = put(mesh, inputs(**SIZES), P("dp"), P("dp", None, None, "tp"), P("dp"))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="head_dim axis of key must not be"):
+            jax.jit(PLAIN)(*sharded)
+
+    @pytest.mark.parametrize("fn", [NATIVE, PLAIN], ids=["kernel", "xla"])
+    def test_a_mesh_axis_of_one_device_splits_nothing(self, fn: Any) -> None:
+        devices = np.array(jax.devices("cpu")[:2]).reshape(2, 1)
+        args = inputs(**SIZES, seqlen_q=8, seqlen_k=8)
+        want = PLAIN(*args)
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            mesh = Mesh(devices, ("dp", "sp"), axis_types=(kind,) * 2)
+            sharded = put(mesh, args, *[P("dp", "sp")] * 3)
+            assert_close(jax.jit(fn)(*sharded), want, 1e-2)
+            assert_close(fn(*sharded), want, 1e-2)
 
     def test_head_dim_is_refused(self, mesh: Mesh) -> None:
         args = inputs(**SIZES)
@@ -181,18 +216,33 @@ class TestSequence:
         with pytest.raises(ValueError, match="head_dim axis of query must not be sharded"):
             NATIVE(*sharded)
 
-    def test_a_result_sharded_on_seqlen_later_is_served(self, mesh: Mesh) -> None:
+    @pytest.mark.parametrize("attention", [NATIVE, PLAIN], ids=["kernel", "xla"])
+    def test_a_result_sharded_on_seqlen_later_is_served(self, mesh: Mesh, attention: Any) -> None:
         args = inputs(**SIZES, seqlen_q=8)
         sharded = put(mesh, args, *[P("dp")] * 3)
         later = NamedSharding(mesh, P("dp", "tp"))
 
         def fn(*arrays: Any) -> Any:
-            return jax.lax.with_sharding_constraint(NATIVE(*(x * 1 for x in arrays))[0], later)
+            return jax.lax.with_sharding_constraint(attention(*(x * 1 for x in arrays))[0], later)
 
         assert_close(jax.jit(fn)(*sharded), PLAIN(*args)[0], 1e-2)
         grad = jax.jit(jax.grad(lambda *a: jnp.sum(fn(*a).astype(jnp.float32))))
         want = jax.grad(lambda *a: jnp.sum(PLAIN(*a)[0].astype(jnp.float32)))(*args)
         assert_close(grad(*sharded), want)
+
+    def test_the_xla_path_in_every_mode(self, mesh: Mesh) -> None:
+        """Differentiated in reverse and then forward, and mapped."""
+        args = inputs(**SIZES, dtype=jnp.float32)
+        sharded = put(mesh, args, *[P("dp", None, "tp")] * 3)
+
+        def product(query: Any, key: Any, value: Any) -> Any:
+            grad = jax.grad(loss_of(PLAIN))
+            return jax.jvp(lambda x: grad(x, key, value), (query,), (jnp.cos(query),))[1]
+
+        assert_close(jax.jit(product)(*sharded), jax.jit(product)(*args), 1e-4)
+        mapped = jax.vmap(PLAIN, (0, None, None))
+        twice = jnp.stack([sharded[0]] * 2)
+        assert collectives(PLAIN, *sharded) == collectives(mapped, twice, *sharded[1:]) == []
 
 
 class TestVmap:

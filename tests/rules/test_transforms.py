@@ -304,6 +304,26 @@ class TestRefusals:
             jax.jvp(attend(), args, args)
         jax.jvp(attend("xla", precision="native"), args, args)
 
+    @pytest.mark.parametrize("mode", ["jvp_of_jit", "jit_of_jvp", "scan", "linearize"])
+    def test_forward_mode_through_other_transformations(self, mode: str) -> None:
+        args = inputs()
+        fn = attend(precision="native")
+
+        def layers(query: Any) -> Any:
+            def layer(x: Any, _: Any) -> Any:
+                return fn(x, *args[1:])[0], None
+
+            return jax.lax.scan(layer, query, None, length=2)[0]
+
+        runs: dict[str, Callable[[], Any]] = {
+            "jvp_of_jit": lambda: jax.jvp(jax.jit(fn), args, args),
+            "jit_of_jvp": lambda: jax.jit(lambda *x: jax.jvp(fn, x, x))(*args),
+            "scan": lambda: jax.jvp(layers, args[:1], args[:1]),
+            "linearize": lambda: jax.linearize(jax.jit(fn), *args)[1](*args),
+        }
+        with pytest.raises(NotImplementedError, match=r"^attention: .* got forward-mode diff"):
+            runs[mode]()
+
     def test_second_order_names_the_xla_path(self) -> None:
         query, key, value = inputs()
 
