@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,15 @@ def shared_memory(kernels: Sequence[Kernel]) -> Any:
         left = 0.0
         for name, bytes_here in kernel.buffers():
             kib = bytes_here / 1024
-            colour = COLOURS.get(name, COLOURS.get(name[0], "#cccccc"))
+            colour = COLOURS.get(name, COLOURS.get(name.split("[")[0], "#cccccc"))
             axis.barh(line, kib, left=left, height=0.62, color=colour, edgecolor="black", lw=0.6)
             short = "out" if name == "output staging" else name
-            if kib >= 7:
+            if kib >= 1.7 * len(short):
                 size = 7 if kib < 9 else 8.5
                 axis.text(left + kib / 2, line, short, ha="center", va="center", fontsize=size)
             left += kib
-        axis.text(left + 2, line, f"{kernel.layout['kBytes'] / 1024:.1f} KiB", va="center")
-        axis.text(0, line - 0.36, label, va="bottom", fontsize=9.5, weight="bold")
+        title = f"{label}: {left:.1f} KiB"
+        axis.text(0, line - 0.36, title, va="bottom", fontsize=9.5, weight="bold")
     axis.axvline(SM_SHARED_KIB, color="#b03030", ls="--")
     axis.text(SM_SHARED_KIB - 1, -0.78, "one SM: 227 KiB", color="#b03030", ha="right")
     axis.set_ylim(len(layouts) - 0.55, -0.95)
@@ -88,7 +89,8 @@ def barrier_picture(barriers: Sequence[Barrier]) -> Any:
         axis.annotate("", (end, y - 0.12), (start, y - 0.12),
                       arrowprops={"arrowstyle": "-|>", "lw": 1.4, "color": "#1f5f99"})  # fmt: skip
         colour = COLOURS[barrier.name[0]]
-        axis.text(4.65, y + 0.13, f"{barrier.name}: {barrier.meaning}", ha="center", fontsize=9.5,
+        words = textwrap.fill(f"{barrier.name}: {barrier.meaning}", 70)
+        axis.text(4.65, y + 0.06, words, ha="center", va="bottom", fontsize=9,
                   bbox={"boxstyle": "round,pad=0.15", "fc": colour, "ec": "none"})  # fmt: skip
         axis.text(4.65, y - 0.37, f"arrivals: {barrier.arrivals}", ha="center", fontsize=8.5)
     axis.set_xlim(-0.2, 9.5)

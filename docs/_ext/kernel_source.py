@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FWD = Path(__file__).parents[2] / "cuda" / "fwd"
+CUDA = Path(__file__).parents[2] / "cuda"
 
-_DECLARATION = re.compile(r"static constexpr (?:int|bool|float|Pipeline|Exp2) ([^;]+);")
+_DECLARATION = re.compile(r"(?:static|inline) constexpr (?:int|bool|float|Pipeline|Exp2) ([^;]+);")
 _INSTANCE = re.compile(
     r"info<(?P<config>\w+)<ptx::(?P<element>\w+)(?:, Exp2::(?P<mode>\w+))?>>"
     r'\("(?P<dtype>\w+)", "(?P<softmax>\w+)"\)'
@@ -24,6 +24,19 @@ _INSTANCE = re.compile(
 
 class SourceError(Exception):
     """The CUDA sources are no longer written the way this file reads them."""
+
+
+# FwdSmem: what starts at an offset, and the constant that says in how many equal parts it is cut.
+_BUFFERS = {
+    "kQuery": ("q", "kQueryStages"),
+    "kKeys": ("k", "kNumStages"),
+    "kValues": ("v", "kNumStages"),
+    "kStaging": ("output staging", ""),
+    "kFactors": ("factors", ""),
+    "kTiles": ("tiles", ""),
+    "kKeyScales": ("key scales", ""),
+    "kBarriers": ("barriers", ""),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +58,19 @@ class Kernel:
 
     @property
     def pipeline(self) -> str:
-        return str(self.constants["kPipeline"]).removeprefix("k").lower()
+        """As `_ext.kernels()` spells it."""
+        return str(self.constants["kPipeline"]).removeprefix("k").lower().replace("serial", "none")
 
     def buffers(self) -> list[tuple[str, int]]:
         """(name, bytes) of everything in shared memory, in order of address."""
-        c, at = self.constants, self.layout
-        stages = c["kNumStages"]
-        parts = [("q", at["kKeys"] - at["kQuery"])]
-        parts += [(f"k[{s}]", (at["kValues"] - at["kKeys"]) // stages) for s in range(stages)]
-        parts += [(f"v[{s}]", (at["kStaging"] - at["kValues"]) // stages) for s in range(stages)]
-        parts += [("output staging", at["kBarriers"] - at["kStaging"])]
-        parts += [("barriers", at["kBytes"] - at["kBarriers"])]
+        starts = [name for name in self.layout if name in _BUFFERS]
+        parts = []
+        for name, end in zip(starts, [*starts[1:], "kBytes"], strict=True):
+            size = self.layout[end] - self.layout[name]
+            label, count_name = _BUFFERS[name]
+            count = self.constants.get(count_name, 1)
+            labels = [label] if count == 1 else [f"{label}[{part}]" for part in range(count)]
+            parts += [(label, size // count) for label in labels if size]
         return parts
 
 
@@ -71,14 +86,16 @@ class Barrier:
 
 def kernels() -> list[Kernel]:
     """Every kernel that dispatch.cu lists, in its order."""
-    dispatch, config_text, smem_text = (
-        _without_comments((FWD / name).read_text(encoding="utf-8"))
-        for name in ("dispatch.cu", "config.h", "smem.cuh")
+    dispatch, config_text, smem_text, layout_text = (
+        re.sub(r"//[^\n]*", "", (CUDA / name).read_text(encoding="utf-8"))
+        for name in ("fwd/dispatch.cu", "fwd/config.h", "fwd/smem.cuh", "common/layout.h")
     )
+    common = _evaluate(layout_text, {})
     found = []
     for match in _INSTANCE.finditer(dispatch):
         element = match["element"]
         known: dict[str, Any] = {"Element": element, "ElementType": element, "kMode": match["mode"]}
+        known |= common
         known |= _evaluate(_body(config_text, match["config"]), known)
         known |= _evaluate(_body(config_text, "FwdTraits"), known)
         layout = _evaluate(_body(smem_text, "FwdSmem"), known)
@@ -89,26 +106,29 @@ def kernels() -> list[Kernel]:
     return found
 
 
-def barriers() -> list[Barrier]:
+def barriers(text: str | None = None) -> list[Barrier]:
     """The mbarriers of the map above the kernel; v_full and v_empty stand "likewise"."""
-    text = (FWD / "kernel.cuh").read_text(encoding="utf-8")
+    if text is None:
+        text = (CUDA / "fwd" / "kernel.cuh").read_text(encoding="utf-8")
     table = re.search(r"// mbarriers +name +arrivals +waiter +meaning\n((?://  {6,}.*\n)+)", text)
     if table is None:
         raise SourceError("kernel.cuh: the map above the kernel has no table of mbarriers")
-    rows = [re.split(r" {2,}", line[2:].strip()) for line in table[1].splitlines()]
+    rows: list[list[str]] = []
+    for line in table[1].splitlines():
+        columns = re.split(r" {2,}", line[2:].strip())
+        if len(columns) == 1 and rows:  # a meaning goes on
+            rows[-1][-1] += f" {columns[0]}"
+        else:
+            rows.append(columns)
     result = [Barrier(*row) for row in rows if len(row) == 4]
     likewise = [row[0].split(", ") for row in rows if row[1:] == ["likewise"]]
     if len(result) + len(likewise) != len(rows) or len(likewise) != 1:
         raise SourceError("kernel.cuh: a line of the table of mbarriers has not four columns")
     for name in likewise[0]:
         like = next(b for b in result if b.name == name.replace("v_", "k_"))
-        meaning = like.meaning.replace("k stage", "v stage")
+        meaning = like.meaning.split(",")[0].replace("k stage", "v stage")
         result.append(Barrier(name, like.arrivals.replace(" k", " v"), like.waiter, meaning))
     return result
-
-
-def _without_comments(text: str) -> str:
-    return re.sub(r"//[^\n]*", "", text)
 
 
 def _body(text: str, struct: str) -> str:
@@ -158,9 +178,21 @@ def _value(expression: str, known: Mapping[str, Any]) -> Any:
 
 
 def _conditional(text: str) -> str:
-    """`a ? b : c` as Python writes it; one may stand in the last branch of another."""
+    """text with each `a ? b : c` as Python writes it, brackets from the inside out."""
+    groups: list[str] = []
+    while (bracket := re.search(r"\(([^()]*)\)", text)) is not None:
+        groups.append(_choice(bracket[1]))
+        text = f"{text[: bracket.start()]}@{len(groups) - 1}@{text[bracket.end() :]}"
+    text = _choice(text)
+    while "@" in text:
+        text = re.sub(r"@(\d+)@", lambda place: f"({groups[int(place[1])]})", text)
+    return text
+
+
+def _choice(text: str) -> str:
+    """`a ? b : c` without brackets; one may stand in the last branch of another."""
     condition, mark, rest = text.partition("?")
     if not mark:
         return text
     then, _, otherwise = rest.partition(":")
-    return f"(({then}) if ({condition}) else ({_conditional(otherwise)}))"
+    return f"({then}) if ({condition}) else ({_choice(otherwise)})"

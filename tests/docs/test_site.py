@@ -67,13 +67,25 @@ def test_barriers_of_the_map() -> None:
         assert full.arrivals.endswith(f" {buffer}")
 
 
+def test_a_meaning_may_go_on() -> None:
+    text = """
+// mbarriers  name        arrivals         waiter  meaning
+//            k_full[s]   1 + bytes of k   math    k stage s has landed, with
+//                                                 its scale
+//            k_empty[s]  every math warp  load    k stage s was read
+//            v_full[s], v_empty[s]        likewise
+"""
+    assert [(b.name, b.arrivals, b.waiter, b.meaning) for b in kernel_source.barriers(text)] == [
+        ("k_full[s]", "1 + bytes of k", "math", "k stage s has landed, with its scale"),
+        ("k_empty[s]", "every math warp", "load", "k stage s was read"),
+        ("v_full[s]", "1 + bytes of v", "math", "v stage s has landed"),
+        ("v_empty[s]", "every math warp", "load", "v stage s was read"),
+    ]
+
+
 def test_unknown_sources_are_refused() -> None:
-    assert kernel_source._evaluate(
-        "static constexpr int kA = 4 == 4 ? 2 : 3, kB = kA * 2;", {}
-    ) == {
-        "kA": 2,
-        "kB": 4,
-    }
+    body = "static constexpr int kA = 1 == 2 ? 3 : 4, kB = kA * (kA < 2 ? 5 : (kA + 1) * 6) / 7;"
+    assert kernel_source._evaluate(body, {}) == {"kA": 4, "kB": 17}
     with pytest.raises(kernel_source.SourceError, match="cannot evaluate 'size_of<Q>'"):
         kernel_source._evaluate("static constexpr int kA = size_of<Q>;", {})
     with pytest.raises(kernel_source.SourceError, match="no struct Missing"):
