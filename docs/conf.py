@@ -35,6 +35,7 @@ myst_heading_anchors = 3
 
 # ---- docstrings ----
 default_role = "py:obj"
+autodoc_mock_imports = ["flax"]  # jax_fa3.flax imports it; its docstrings do not need it
 autodoc_typehints = "none"  # the docstrings give dtypes and shapes
 autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
