@@ -52,6 +52,9 @@ class Quantization:
       softmax: "exact" exponential, or "linear" between powers of two (faster, coarser).
     Raises:
       ValueError: a value outside the sets above.
+    Source: rotation and scales per block from FlashAttention-3, arXiv:2407.08608; removing the key
+      mean from SageAttention, arXiv:2410.02367; two-level sums from SageAttention2,
+      arXiv:2411.10958.
     """
 
     dtype: Format = "e4m3"
