@@ -47,7 +47,7 @@ def test_kernels_are_those_of_the_extension() -> None:
         }
         for kernel in kernel_source.kernels()
     ]
-    assert read == _ffi.kernels()
+    assert read == [facts for facts in _ffi.kernels() if facts["name"].startswith("fwd_")]
 
 
 def test_shared_memory_adds_up() -> None:
