@@ -119,7 +119,7 @@ _ONE_WARPGROUP = [
 _ONE_WARPGROUP_ROWS = ("tensor cores", "math warpgroup", "load thread")
 _ONE_WARPGROUP_EVENTS = [
     (1.0, "S is there:\nK(j) is released"),
-    (3.0, "P V is there:\nV(j+1) is released"),
+    (3.0, "wait for P V, then\nV(j+1) is released"),
     (4.4, "K(j-1) is\nreleased"),
     (6.4, "V(j) is\nreleased"),
 ]
@@ -143,7 +143,7 @@ def pipeline() -> Any:
     figure, axis = pyplot.subplots(figsize=(7.6, 3.0), layout="constrained")
     _timeline(axis, _ONE_WARPGROUP, _ONE_WARPGROUP_ROWS)
     for x, text in _ONE_WARPGROUP_EVENTS:
-        axis.plot([x, x], [-1.45, 0.45], color="#1f5f99", ls=":", lw=1.2)
+        axis.plot([x, x], [-1.45, 0.45], color="#1f5f99", ls=":", lw=1.2, zorder=0)
         axis.text(x, 0.5, text, ha="center", fontsize=8.5, color="#1f5f99")
     axis.set_ylim(-2.5, 1.1)
     return figure
@@ -154,7 +154,7 @@ def turns() -> Any:
     figure, axis = pyplot.subplots(figsize=(7.6, 2.4), layout="constrained")
     _timeline(axis, _TURNS, _TURNS_ROWS)
     for x in (0.25, 2.25, 4.25):  # as soon as both products are issued
-        axis.plot([x, x], [-2.45, 0.45], color="#1f5f99", ls=":", lw=1.2)
+        axis.plot([x, x], [-2.45, 0.45], color="#1f5f99", ls=":", lw=1.2, zorder=0)
         axis.text(x, 0.5, "turn passed on", ha="left", fontsize=8.5, color="#1f5f99")
     axis.set_ylim(-2.5, 0.8)
     return figure
