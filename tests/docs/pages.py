@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +63,17 @@ def links(page: Path) -> Iterator[str]:
             target = child.attrs.get("href" if child.type == "link_open" else "src")
             if child.type in ("link_open", "image") and target is not None:
                 yield str(target)
+
+
+def quoted_paths(page: Path) -> Iterator[str]:
+    """Code in the text that names a file or folder of the repository, such as `cuda/fwd/`."""
+    roots = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    for token in tokens(page):
+        for child in token.children or ():
+            text = child.content.split("::")[0]
+            is_path = child.type == "code_inline" and re.fullmatch(r"[\w.-]+(/[\w.-]*)+", text)
+            if is_path and text.split("/")[0] in roots:
+                yield text
 
 
 def anchors(page: Path) -> set[str]:

@@ -32,6 +32,23 @@ def test_links(page: Path) -> None:
     assert [(target, words) for target, words in found if words is not None] == []
 
 
+@pytest.mark.parametrize("page", pages.PAGES, ids=pages.name)
+def test_paths(page: Path) -> None:
+    """Files that the text names exist; a page's own folder counts too (benchmarks/README.md)."""
+    folders = (pages.ROOT, page.parent)
+    gone = [
+        path
+        for path in pages.quoted_paths(page)
+        if not any((folder / path).exists() for folder in folders)
+    ]
+    assert gone == []
+
+
+def test_quoted_paths_are_found() -> None:
+    found = list(pages.quoted_paths(pages.ROOT / "docs" / "kernels.md"))
+    assert "cuda/fwd/kernel.cuh" in found
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [
