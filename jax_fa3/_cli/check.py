@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
             "inputs. Exit code 1 when a row is beyond its limit."
         ),
         epilog=(
-            "distributions: normal N(0,1); outlier N(0,1) + N(0,100) at 0.1%% of the places; "
+            "distributions: normal N(0,1); outlier N(0,1) + N(0,100) at 0.1% of the places; "
             "biased N(0,1) plus a mean per channel; ones: value 1, which must come back; uniform: "
             "all keys weigh the same, value N(1,1)."
         ),
