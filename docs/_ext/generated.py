@@ -1,20 +1,23 @@
 """Sphinx extension: writes docs/_generated before the pages are read.
 
 From the result files of the benchmarks: tables and plots. From the CUDA sources: the table of
-kernels, the table of barriers and the pictures.
+kernels, the table of barriers and the pictures. From the command line: its help.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import harness  # benchmarks/
 import kernel_figures
 import kernel_source
 import table  # benchmarks/
 
-from jax_fa3._cli import plots
+from jax_fa3._cli import main, plots
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,6 +33,7 @@ def write_all(folder: Path) -> None:
     kernel_figures.save(kernel_figures.barrier_picture, folder / "barriers.svg", barriers)
     for draw in (kernel_figures.pipeline, kernel_figures.turns, kernel_figures.call):
         kernel_figures.save(draw, folder / f"{draw.__name__}.svg")
+    _write(folder / "command_line.md", command_line_help())
     speed, errors = [], []
     for path in sorted(RESULTS.glob("*.json")):
         meta, rows = harness.merge([path])
@@ -42,6 +46,18 @@ def write_all(folder: Path) -> None:
             errors += [table.source_line(meta), table.error_table(shown)]
     _write(folder / "benchmarks.md", "\n\n".join(speed))
     _write(folder / "accuracy.md", "\n\n".join(errors))
+
+
+def command_line_help() -> str:
+    """What `--help` prints for each command, under a heading of its own."""
+    parts = []
+    top = main.parser()
+    (commands,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
+    with mock.patch.dict(os.environ, {"COLUMNS": "84", "NO_COLOR": "1"}):
+        parts.append(f"```text\n{top.format_help().rstrip()}\n```")
+        for name, parser in commands.choices.items():
+            parts.append(f"## {name}\n\n```text\n{parser.format_help().rstrip()}\n```")
+    return "\n\n".join(parts)
 
 
 def kernel_table(kernels: list[kernel_source.Kernel]) -> str:
