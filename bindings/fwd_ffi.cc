@@ -12,7 +12,7 @@ namespace {
 void fill_shape(Checker& check, FwdShape& shape, int64_t batch, int64_t seqlen_q, int64_t seqlen_k,
                 int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim,
                 ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> logsumexp,
-                bool is_causal, bool bottom_right) {
+                ffi::ResultBuffer<ffi::S32> tile_counter, bool is_causal, bool bottom_right) {
   check.size("batch", batch);
   check.size("seqlen_q", seqlen_q);
   check.size("seqlen_k", seqlen_k);
@@ -21,6 +21,7 @@ void fill_shape(Checker& check, FwdShape& shape, int64_t batch, int64_t seqlen_q
   check.head_dim(head_dim);
   check.shape("out", *out, {batch, seqlen_q, num_heads_q, head_dim});
   check.shape("logsumexp", *logsumexp, {batch, num_heads_q, seqlen_q});
+  check.shape("tile_counter", *tile_counter, {1});
   shape.out_is_f16 = check.kind("out", out->element_type(), false, true) == ElementKind::kF16;
   check.hopper();
   shape.batch = static_cast<int>(batch);
@@ -32,6 +33,7 @@ void fill_shape(Checker& check, FwdShape& shape, int64_t batch, int64_t seqlen_q
   shape.bottom_right = bottom_right;
   shape.out = out->untyped_data();
   shape.logsumexp = logsumexp->typed_data();
+  shape.tile_counter = tile_counter->typed_data();
 }
 
 ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi::F32> q_descale,
@@ -39,7 +41,8 @@ ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi:
                    ffi::Buffer<ffi::F32> k_descale, ffi::AnyBuffer v_image,
                    ffi::Buffer<ffi::F32> v_descale, ffi::Buffer<ffi::F32> v_mean,
                    ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> logsumexp,
-                   int64_t seqlen_k, bool is_causal, bool bottom_right, bool linear_exp) {
+                   ffi::ResultBuffer<ffi::S32> tile_counter, int64_t seqlen_k, bool is_causal,
+                   bool bottom_right, bool linear_exp) {
   Checker check("jax_fa3_fwd_fp8");
   check.rank("q_image", q_image, 4);
   check.rank("k_image", k_image, 4);
@@ -52,7 +55,7 @@ ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi:
                 granules = round_up(seqlen_k, kGranule) / kGranule;
   Fp8Params params{};
   fill_shape(check, params, batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, out,
-             logsumexp, is_causal, bottom_right);
+             logsumexp, tile_counter, is_causal, bottom_right);
   check.shape("q_image", q_image, {batch, num_heads_q, rows, head_dim});
   check.shape("q_descale", q_descale, {batch, num_heads_q, rows});
   check.shape("q_shift", q_shift, {batch, num_heads_q, rows});
@@ -80,7 +83,8 @@ ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi:
 
 ffi::Error fwd_native(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                       ffi::Buffer<ffi::F32> softmax_scale, ffi::Result<ffi::AnyBuffer> out,
-                      ffi::ResultBuffer<ffi::F32> logsumexp, bool is_causal, bool bottom_right) {
+                      ffi::ResultBuffer<ffi::F32> logsumexp,
+                      ffi::ResultBuffer<ffi::S32> tile_counter, bool is_causal, bool bottom_right) {
   Checker check("jax_fa3_fwd");
   check.rank("q", q, 4);
   check.rank("k", k, 4);
@@ -90,7 +94,7 @@ ffi::Error fwd_native(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                 num_heads_kv = k_dims[2];
   NativeParams params{};
   fill_shape(check, params, batch, q_dims[1], seqlen_k, q_dims[2], num_heads_kv, head_dim, out,
-             logsumexp, is_causal, bottom_right);
+             logsumexp, tile_counter, is_causal, bottom_right);
   check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("v", v, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("softmax_scale", softmax_scale, {});
@@ -121,6 +125,7 @@ XLA_FFI_DEFINE_HANDLER(
         .Arg<ffi::Buffer<ffi::F32>>()  // v_mean     [batch, num_heads_kv, head_dim]
         .Ret<ffi::AnyBuffer>()         // out        [batch, seqlen_q, num_heads_q, head_dim] 16-bit
         .Ret<ffi::Buffer<ffi::F32>>()  // logsumexp  [batch, num_heads_q, seqlen_q], natural log
+        .Ret<ffi::Buffer<ffi::S32>>()  // tile_counter  [1], scratch
         .Attr<int64_t>("seqlen_k")
         .Attr<bool>("is_causal")
         .Attr<bool>("bottom_right")
@@ -137,6 +142,7 @@ XLA_FFI_DEFINE_HANDLER(
         .Arg<ffi::Buffer<ffi::F32>>()  // softmax_scale  []
         .Ret<ffi::AnyBuffer>()         // out            like q
         .Ret<ffi::Buffer<ffi::F32>>()  // logsumexp      [batch, num_heads_q, seqlen_q], natural log
+        .Ret<ffi::Buffer<ffi::S32>>()  // tile_counter   [1], scratch
         .Attr<bool>("is_causal")
         .Attr<bool>("bottom_right"),
     {ffi::Traits::kCmdBufferCompatible});

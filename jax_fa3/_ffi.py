@@ -33,6 +33,8 @@ _PAD_Q: Final = 64
 _PAD_K: Final = 128
 # Keys per partial of the channel statistics; one slot more holds their total.
 _KEYS_PER_CHUNK: Final = 512
+# Scratch of the forward kernels: the counter from which CTAs take their tiles.
+_TILE_COUNTER: Final = ((1,), jnp.int32)
 
 
 class Images(NamedTuple):
@@ -179,11 +181,12 @@ def fwd_fp8(
     f32 [batch, num_heads_q, seqlen_q].
     """
     batch, num_heads_q, _, head_dim = images.q_image.shape
-    out, logsumexp = _call(
+    out, logsumexp, _ = _call(
         TARGET_FWD_FP8,
         [
             ((batch, seqlen_q, num_heads_q, head_dim), out_dtype),
             ((batch, num_heads_q, seqlen_q), jnp.float32),
+            _TILE_COUNTER,
         ],
         tuple(images),
         seqlen_k=np.int64(seqlen_k),
@@ -209,9 +212,9 @@ def fwd_native(
     Returns: out like query, and the natural logsumexp, f32 [batch, num_heads_q, seqlen_q].
     """
     batch, seqlen_q, num_heads_q, _ = query.shape
-    out, logsumexp = _call(
+    out, logsumexp, _ = _call(
         TARGET_FWD,
-        [(query.shape, query.dtype), ((batch, num_heads_q, seqlen_q), jnp.float32)],
+        [(query.shape, query.dtype), ((batch, num_heads_q, seqlen_q), jnp.float32), _TILE_COUNTER],
         (query, key, value, softmax_scale),
         is_causal=bool(is_causal),
         bottom_right=bool(bottom_right),

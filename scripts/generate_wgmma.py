@@ -37,9 +37,9 @@ struct WgmmaRs;
 # (A, B, accumulator, n, A in registers)
 SHAPES = [
     *[(t, t, "f16", 128, False) for t in ("E4m3", "E5m2")],
-    *[("E4m3", t, "f32", n, True) for t in ("E4m3", "E5m2") for n in (72, 136)],
-    *[(t, t, "f32", 128, False) for t in ("Bf16", "F16")],
-    *[(t, t, "f32", n, True) for t in ("Bf16", "F16") for n in (64, 128)],
+    *[("E4m3", t, "f32", n, True) for t in ("E4m3", "E5m2") for n in (32, 40, 64, 72, 136)],
+    *[(t, t, "f32", n, False) for t in ("Bf16", "F16") for n in (80, 128)],
+    *[(t, t, "f32", n, True) for t in ("Bf16", "F16") for n in (64, 128, 256)],
 ]
 
 

@@ -12,10 +12,12 @@ struct Tile {
   int batch;
 };
 
-// Tile t of num_tiles() belongs to CTA t % gridDim.x. Heads form sections whose keys and values fit
-// the L2 cache; inside a section the q blocks come one after another, each for all heads of the
-// section. Under a causal mask the longest q block (the last) comes first, so that the CTAs finish
-// together.
+// Tiles in the order in which CTAs take them: the first one of each CTA is its own number, the next
+// ones come from a counter (FwdShape::tile_counter), so that a CTA that falls behind takes fewer.
+// Heads form sections whose keys and values fit the L2 cache; inside a section the q blocks come one
+// after another, each for all heads of the section. Under a causal mask the longest q block (the
+// last) comes first, so that short ones fill the gaps at the end; for the same reason the section
+// that takes what does not divide is the first.
 struct TileOrder {
   int num_q_blocks;
   int num_heads;  // query heads
@@ -26,12 +28,13 @@ struct TileOrder {
   FA3_HOST_DEVICE constexpr int num_tiles() const { return num_q_blocks * num_heads * batch; }
 
   FA3_HOST_DEVICE constexpr Tile tile(int index) const {
-    const int total_heads = num_heads * batch;
-    const int section = index / (section_heads * num_q_blocks);
-    const int first_head = section * section_heads;
-    const int rest = total_heads - first_head;
-    const int heads_here = rest < section_heads ? rest : section_heads;
-    const int within = index - first_head * num_q_blocks;
+    const int first_heads = (num_heads * batch - 1) % section_heads + 1;
+    const int rest = index - first_heads * num_q_blocks;
+    const bool in_first = rest < 0;
+    const int section = in_first ? 0 : rest / (section_heads * num_q_blocks);
+    const int first_head = in_first ? 0 : first_heads + section * section_heads;
+    const int heads_here = in_first ? first_heads : section_heads;
+    const int within = in_first ? index : rest - section * section_heads * num_q_blocks;
     const int rank = within / heads_here;
     const int flat_head = first_head + within % heads_here;
     return Tile{longest_first ? num_q_blocks - 1 - rank : rank, flat_head % num_heads,

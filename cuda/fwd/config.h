@@ -17,6 +17,8 @@ namespace jax_fa3 {
 //   kMathWarpgroups  64 rows of the q tile each
 //   kClusterSize     CTAs that share copies
 //   kNumStages       depth of the K and V rings
+//   kQueryStages     q tiles in shared memory: with 2 the next one is loaded early; with 1 the
+//                    output is turned through the q tile, which saves its own staging
 //   kPipeline        what overlaps (params.h)
 //   kTwoProbBuffers  P of this block is packed while P V of the last one still reads its own; costs
 //                    registers and code
@@ -29,7 +31,7 @@ template <class ElementType, Exp2 kMode>
 struct FwdFp8D64 {
   using Element = ElementType;
   static constexpr int kHeadDim = 64, kBlockKv = 128, kMathWarpgroups = 3, kNumStages = 4;
-  static constexpr int kClusterSize = 1;
+  static constexpr int kQueryStages = 2, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kIntra;
   static constexpr bool kTwoProbBuffers = true;
   static constexpr Exp2 kExp2 = kMode;
@@ -41,12 +43,25 @@ template <class ElementType, Exp2 kMode>
 struct FwdFp8D128 {
   using Element = ElementType;
   static constexpr int kHeadDim = 128, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 4;
-  static constexpr int kClusterSize = 1;
-  // Measured: taking turns gains 1% with the longer exact softmax and costs 3% with the linear one.
-  static constexpr Pipeline kPipeline = kMode == Exp2::kExact ? Pipeline::kBoth : Pipeline::kIntra;
+  static constexpr int kQueryStages = 2, kClusterSize = 1;
+  static constexpr Pipeline kPipeline = Pipeline::kIntra;
   static constexpr bool kTwoProbBuffers = true;
   static constexpr Exp2 kExp2 = kMode;
   static constexpr int kMufuEighths = 4, kPromoteEvery = 4;
+  static constexpr float kHeadroom = 1.0f;
+};
+
+// Output and its short sums would take 264 registers: P V runs in slices of 64 columns
+// (math_sliced.cuh), and every block is promoted.
+template <class ElementType, Exp2 kMode>
+struct FwdFp8D256 {
+  using Element = ElementType;
+  static constexpr int kHeadDim = 256, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 2;
+  static constexpr int kQueryStages = 2, kClusterSize = 1;
+  static constexpr Pipeline kPipeline = Pipeline::kSerial;
+  static constexpr bool kTwoProbBuffers = false;
+  static constexpr Exp2 kExp2 = kMode;
+  static constexpr int kMufuEighths = 4, kPromoteEvery = 1;
   static constexpr float kHeadroom = 1.0f;
 };
 
@@ -54,8 +69,8 @@ template <class ElementType>
 struct Fwd16D64 {
   using Element = ElementType;
   static constexpr int kHeadDim = 64, kBlockKv = 128, kMathWarpgroups = 3, kNumStages = 4;
-  static constexpr int kClusterSize = 1;
-  static constexpr Pipeline kPipeline = Pipeline::kIntra;
+  static constexpr int kQueryStages = 2, kClusterSize = 1;
+  static constexpr Pipeline kPipeline = Pipeline::kBoth;
   static constexpr bool kTwoProbBuffers = false;
 };
 
@@ -63,9 +78,18 @@ template <class ElementType>
 struct Fwd16D128 {
   using Element = ElementType;
   static constexpr int kHeadDim = 128, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 2;
-  static constexpr int kClusterSize = 1;
+  static constexpr int kQueryStages = 2, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kBoth;
   static constexpr bool kTwoProbBuffers = true;
+};
+
+template <class ElementType>
+struct Fwd16D256 {
+  using Element = ElementType;
+  static constexpr int kHeadDim = 256, kBlockKv = 80, kMathWarpgroups = 2, kNumStages = 2;
+  static constexpr int kQueryStages = 1, kClusterSize = 1;
+  static constexpr Pipeline kPipeline = Pipeline::kIntra;
+  static constexpr bool kTwoProbBuffers = false;
 };
 
 // ---- what follows from a config -----------------------------------------------------------------
@@ -93,6 +117,7 @@ struct FwdTraits {
   static constexpr int kMathWarps = kMathWarpgroups * 4;
   static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
   static constexpr int kNumStages = Config::kNumStages;
+  static constexpr int kQueryStages = Config::kQueryStages;
   static constexpr bool kIntra =
       Config::kPipeline == Pipeline::kIntra || Config::kPipeline == Pipeline::kBoth;
   static constexpr bool kPingPong =
@@ -109,24 +134,40 @@ struct FwdTraits {
   static constexpr int kValueStageBytes =
       kValueColumns * kBlockKv * kElementBytes;  // with the ones rows
 
+  // FP8 with head_dim 256 sums P V in slices of columns.
+  static constexpr bool kSliced = kIsFp8 && kHeadDim == 256;
+
+  // Columns of a q or k tile lie in chunks of 128 bytes: chunk after chunk in a slab of 64 rows
+  // (FP8) or in the tile.
+  static constexpr int kRowBytes = kHeadDim * kElementBytes < 128 ? kHeadDim * kElementBytes : 128;
+  static constexpr int kQueryChunkRows = kIsFp8 ? kSlab : kBlockQ;
+
+  // What else a tile needs: q_descale, q_shift of its rows, v_descale, v_mean of its head.
+  static constexpr int kFactorBytes = kIsFp8 ? (2 * kBlockQ + 2 * kHeadDim) * 4 : 0;
+
   // setmaxnreg: what the load warpgroup gives up the math warpgroups take.
-  static constexpr int kLoadRegisters = kMathWarpgroups == 3 ? 32 : 24;
-  static constexpr int kMathRegisters = kMathWarpgroups == 3 ? 160 : 240;
+  static constexpr int kLoadRegisters = kMathWarpgroups == 3 ? 32 : 40;
+  static constexpr int kMathRegisters = kMathWarpgroups == 3 ? 160 : 232;
 
-  // Output staging: each math warp turns its 16 rows through shared memory; 16 bytes of padding a
-  // row.
-  static constexpr int kStagingRowBytes = kHeadDim * 2 + 16;
+  // Output staging: each math warp turns 64 columns of its 16 rows at a time.
+  static constexpr bool kStagingInQuery = kQueryStages == 1;
+  static constexpr int kStagingBytes = 16 * 64 * 2;
 
-  static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim must be 64 or 128");
+  static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
+                "head_dim must be 64, 128 or 256");
   static_assert(
       kMathWarpgroups == 2 || kMathWarpgroups == 3,
       "2 or 3 math warpgroups: the register file holds no more, and 1 cannot hide the softmax");
   static_assert(kNumStages >= 2 && kNumStages <= 4, "the K and V rings have 2 to 4 stages");
+  static_assert(kQueryStages == 1 || kQueryStages == 2, "one or two q tiles in shared memory");
+  static_assert(!kStagingInQuery || !kIsFp8, "an FP8 q tile is smaller than its output");
   static_assert(Config::kClusterSize == 1, "no kernel multicasts yet, so a cluster has one CTA");
-  static_assert(kBlockKv == 128, "a kv block is one granule of 128 keys");
+  static_assert(kBlockKv % 16 == 0 && kBlockKv <= 256, "P V takes 16 keys a step");
   static_assert(!kIsFp8 || kBlockKv == kGranule, "one k_descale must cover the kv block");
   static_assert(promotes_in_time<Config>(),
                 "kPromoteEvery is 1 to 4: a longer FP8 sum loses its small terms");
+  static_assert(!kSliced || (!kIntra && !Config::kTwoProbBuffers),
+                "slices overlap with the other warpgroup's softmax only");
   static_assert(kQueryBytes % 1024 == 0 && kKeyBytes % 1024 == 0 && kValueStageBytes % 1024 == 0,
                 "every tile starts on a 1024-byte boundary, which the swizzles count from");
 };

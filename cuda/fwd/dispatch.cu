@@ -16,6 +16,9 @@ cudaError_t launch_fp8(const Fp8Params& params, int head_dim, Exp2 exp2, cudaStr
     case 128:
       return exact ? launch_fwd<FwdFp8D128<Element, Exp2::kExact>>(params, stream)
                    : launch_fwd<FwdFp8D128<Element, Exp2::kLinear>>(params, stream);
+    case 256:
+      return exact ? launch_fwd<FwdFp8D256<Element, Exp2::kExact>>(params, stream)
+                   : launch_fwd<FwdFp8D256<Element, Exp2::kLinear>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
@@ -28,6 +31,8 @@ cudaError_t launch_native(const NativeParams& params, int head_dim, cudaStream_t
       return launch_fwd<Fwd16D64<Element>>(params, stream);
     case 128:
       return launch_fwd<Fwd16D128<Element>>(params, stream);
+    case 256:
+      return launch_fwd<Fwd16D256<Element>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
@@ -73,10 +78,16 @@ std::vector<KernelInfo> fwd_kernels() {
       info<FwdFp8D128<ptx::E4m3, Exp2::kLinear>>("e4m3", "linear"),
       info<FwdFp8D128<ptx::E5m2, Exp2::kExact>>("e5m2", "exact"),
       info<FwdFp8D128<ptx::E5m2, Exp2::kLinear>>("e5m2", "linear"),
+      info<FwdFp8D256<ptx::E4m3, Exp2::kExact>>("e4m3", "exact"),
+      info<FwdFp8D256<ptx::E4m3, Exp2::kLinear>>("e4m3", "linear"),
+      info<FwdFp8D256<ptx::E5m2, Exp2::kExact>>("e5m2", "exact"),
+      info<FwdFp8D256<ptx::E5m2, Exp2::kLinear>>("e5m2", "linear"),
       info<Fwd16D64<ptx::Bf16>>("bf16", "f32"),
       info<Fwd16D64<ptx::F16>>("f16", "f32"),
       info<Fwd16D128<ptx::Bf16>>("bf16", "f32"),
       info<Fwd16D128<ptx::F16>>("f16", "f32"),
+      info<Fwd16D256<ptx::Bf16>>("bf16", "f32"),
+      info<Fwd16D256<ptx::F16>>("f16", "f32"),
   };
 }
 

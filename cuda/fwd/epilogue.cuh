@@ -14,52 +14,56 @@ struct Epilogue {
 
   // acc_o[4j + {0, 1}]: columns 8j + 2t, +1 of row g; acc_o[4j + {2, 3}]: of row g + 8 (g = lane /
   // 4, t = lane % 4). `inverse[r]` multiplies row g + 8r and is 0 for a row that saw no key. FP8
-  // then applies v_descale and v_mean (both [head_dim] of this kv head).
+  // then applies v_descale and v_mean, which lie in shared memory with the tile's q stage.
+  // The staging holds 64 columns: rows of 128 bytes, their 16-byte pieces swizzled.
   template <int kCount>
-  __device__ __forceinline__ static void store_rows(const FwdShape& shape, const Tile& tile,
-                                                    int first_row, uint32_t staging,
-                                                    const float (&acc_o)[kCount],
-                                                    const float (&inverse)[2],
-                                                    const float* v_descale, const float* v_mean) {
+  __device__ __forceinline__ static void store_rows(const FwdShape& shape,
+                                                    const FwdSmem<Config>& smem, int q_stage,
+                                                    const Tile& tile, int first_row,
+                                                    uint32_t staging, const float (&acc_o)[kCount],
+                                                    const float (&inverse)[2]) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      float2 scale = {1.0f, 1.0f}, mean = {0.0f, 0.0f};
-      if constexpr (Traits::kIsFp8) {
-        scale = __ldg(reinterpret_cast<const float2*>(v_descale + 8 * j + 2 * t));
-        mean = __ldg(reinterpret_cast<const float2*>(v_mean + 8 * j + 2 * t));
-      }
+    for (int first = 0; first < kHeadDim; first += 64) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float x = acc_o[4 * j + 2 * r] * inverse[r], y = acc_o[4 * j + 2 * r + 1] * inverse[r];
+      for (int piece = 0; piece < 8; ++piece) {
+        const int column = first + 8 * piece;
+        float2 scale = {1.0f, 1.0f}, mean = {0.0f, 0.0f};
         if constexpr (Traits::kIsFp8) {
-          // A row without keys stays 0: the mean comes back only where probabilities sum to one.
-          const float present = inverse[r] == 0.0f ? 0.0f : 1.0f;
-          x = fmaf(x, scale.x, mean.x * present);
-          y = fmaf(y, scale.y, mean.y * present);
+          scale = ptx::load_shared_f32x2(smem.v_descales(q_stage) + 4 * (column + 2 * t));
+          mean = ptx::load_shared_f32x2(smem.v_means(q_stage) + 4 * (column + 2 * t));
         }
-        const uint32_t packed = shape.out_is_f16 ? ptx::pack_f16x2(x, y) : ptx::pack_bf16x2(x, y);
-        const uint32_t address = staging + (g + 8 * r) * Traits::kStagingRowBytes + 16 * j + 4 * t;
-        ptx::store_shared(address, packed);
-      }
-    }
-    __syncwarp();
-    // Back as 16-byte pieces: a row's pieces are neighbours, so the global stores are whole lines.
-    constexpr int kPieces = kHeadDim / 8;
 #pragma unroll
-    for (int i = 0; i < 16 * kPieces / 32; ++i) {
-      const int row = (i * 32 + lane) / kPieces, piece = (i * 32 + lane) % kPieces;
-      const uint4 data = ptx::load_shared_x4(staging + row * Traits::kStagingRowBytes + piece * 16);
-      if (first_row + row < shape.seqlen_q) {
-        const int64_t position =
-            (static_cast<int64_t>(tile.batch) * shape.seqlen_q + first_row + row) *
-                shape.num_heads_q +
-            tile.head;
-        *reinterpret_cast<uint4*>(static_cast<char*>(shape.out) + position * (kHeadDim * 2) +
-                                  piece * 16) = data;
+        for (int r = 0; r < 2; ++r) {
+          float x = acc_o[column / 2 + 2 * r] * inverse[r],
+                y = acc_o[column / 2 + 2 * r + 1] * inverse[r];
+          if constexpr (Traits::kIsFp8) {
+            // A row without keys stays 0: the mean comes back only where probabilities sum to one.
+            const float present = inverse[r] == 0.0f ? 0.0f : 1.0f;
+            x = fmaf(x, scale.x, mean.x * present);
+            y = fmaf(y, scale.y, mean.y * present);
+          }
+          const uint32_t packed = shape.out_is_f16 ? ptx::pack_f16x2(x, y) : ptx::pack_bf16x2(x, y);
+          ptx::store_shared(staging + (g + 8 * r) * 128 + (piece ^ g) * 16 + 4 * t, packed);
+        }
       }
+      __syncwarp();
+      // Back as 16-byte pieces: 8 lanes hold the 128 bytes of a row, one whole line.
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = i * 4 + lane / 8, piece = lane % 8;
+        const uint4 data = ptx::load_shared_x4(staging + row * 128 + (piece ^ (row & 7)) * 16);
+        if (first_row + row < shape.seqlen_q) {
+          const int64_t position =
+              (static_cast<int64_t>(tile.batch) * shape.seqlen_q + first_row + row) *
+                  shape.num_heads_q +
+              tile.head;
+          *reinterpret_cast<uint4*>(static_cast<char*>(shape.out) + position * (kHeadDim * 2) +
+                                    first * 2 + piece * 16) = data;
+        }
+      }
+      __syncwarp();  // the staging may be written again
     }
-    __syncwarp();  // the staging may be written again
   }
 
   __device__ __forceinline__ static void store_logsumexp(const FwdShape& shape, const Tile& tile,

@@ -1,23 +1,27 @@
-// fwd_kernel: attention forward. Persistent CTAs walk over (q block, head, batch) tiles; a tile's
-// kv blocks are visited from the last to the first, so that the masked blocks come first.
+// fwd_kernel: attention forward. Persistent CTAs take (q block, head, batch) tiles from a counter
+// (common/scheduler.h); a tile's kv blocks are visited from the last to the first, so that the
+// masked blocks come first.
 //
 // Roles      warpgroup 0 = load: one thread issues every copy. warpgroups 1.. = math: 64 query rows
 //            each, which own their scores, probabilities and output in registers to the end.
-// Smem       q | k[stages] | v[stages] (FP8: + 8 ones rows each) | output staging per math warp |
-//            barriers
+// Smem       q[q stages] | k[stages] | v[stages] (FP8: + 8 ones rows each) | output staging per math
+//            warp (or in q) | factors[q stages] | tile[q stages] | k_descale[stages] | barriers
 // mbarriers  name        arrivals          waiter  meaning
-//            q_full      1 + bytes of q    math    the q tile has landed
-//            q_empty     every math warp   load    all Q K^T of the tile are done
-//            k_full[s]   1 + bytes of k    math    k stage s has landed
+//            q_full[s]   1 + bytes of q    math    q stage s has landed, with its factors and its
+//                                                  place (tile[s]; the last one says: no more)
+//            q_empty[s]  every math warp   load    nobody reads q stage s any more
+//            k_full[s]   1 + bytes of k    math    k stage s has landed, with its k_descale
 //            k_empty[s]  every math warp   load    the products that read k stage s are done
 //            v_full[s], v_empty[s]         likewise
 // Named      1 + w (256 threads): math warpgroup w's turn to issue products; only with a ping-pong
 //            pipeline. w syncs on its own barrier, then arrives on its neighbour's. Id 0 is
-//            __syncthreads.
+//            __syncthreads. 8 + w (128 threads): output staging in q; every warp of math warpgroup
+//            w is done with its q rows.
 // Order      one step of the kIntra pipeline, block j (descending):
 //              issue S = Q K_j^T;  issue acc (+)= P_{j+1} V_{j+1};  wait for S, release k;
 //              mask, softmax -> P_j;  wait for acc, release v;  every kPromoteEvery blocks add acc
 //              to the f32 sum;  rescale where a base grew
+//            FP8 with head_dim 256: math_sliced.cuh.
 // Numerics   FP8: softmax_fp8.cuh. The tensor core keeps about 13 bits below the largest term of an
 //            FP8 sum, so it sums at most kPromoteEvery blocks by itself in acc_t, and acc_o takes
 //            them in ordinary f32.   16-bit: softmax_16bit.cuh, one f32 accumulator.
@@ -54,8 +58,10 @@ __global__ void __launch_bounds__(FwdTraits<Config>::kThreads, 1)
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
 
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(smem.q_full(), 1);
-    ptx::mbarrier_init(smem.q_empty(), Traits::kMathWarps);
+    for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
+      ptx::mbarrier_init(smem.q_full(stage), 1);
+      ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathWarps);
+    }
     for (int stage = 0; stage < Traits::kNumStages; ++stage) {
       ptx::mbarrier_init(smem.k_full(stage), 1);
       ptx::mbarrier_init(smem.k_empty(stage), Traits::kMathWarps);

@@ -66,6 +66,11 @@ cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t s
   status = num_multiprocessors(&multiprocessors);
   if (status != cudaSuccess) return status;
   const int grid = std::min(params.order.num_tiles(), multiprocessors);
+  if (params.order.num_tiles() <= multiprocessors) params.tile_counter = nullptr;  // one tile each
+  if (params.tile_counter != nullptr) {
+    status = cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream);
+    if (status != cudaSuccess) return status;
+  }
   fwd_kernel<Config><<<grid, Traits::kThreads, FwdSmem<Config>::kAllocation, stream>>>(params);
   return cudaGetLastError();
 }

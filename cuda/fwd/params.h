@@ -40,6 +40,7 @@ struct FwdShape {
   bool out_is_f16;    // else bfloat16
   void* out;          // [batch, seqlen_q, num_heads_q, head_dim]
   float* logsumexp;   // [batch, num_heads_q, seqlen_q], natural log
+  int* tile_counter;  // one word of scratch: how many tiles were taken from the counter
 
   // Filled by the launch.
   TileOrder order;

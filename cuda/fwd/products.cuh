@@ -13,28 +13,30 @@ struct Products {
   using Traits = FwdTraits<Config>;
   using Element = typename Traits::Element;
   using AccS = std::conditional_t<Traits::kIsFp8, uint32_t, float>;
-  static constexpr int kScores = Traits::kIsFp8 ? 32 : 64;
-  static constexpr int kProbs = Traits::kIsFp8 ? 16 : 32;
+  static constexpr int kScores = Traits::kBlockKv / (Traits::kIsFp8 ? 4 : 2);
+  static constexpr int kProbs = Traits::kBlockKv / (Traits::kIsFp8 ? 8 : 4);
   static constexpr int kOutputs = Traits::kValueColumns / 2;  // f32 output values of a lane
-  static constexpr int kRowBytes = Traits::kIsFp8 ? Traits::kHeadDim : 128;  // of a Q or K tile row
-  static constexpr int kQueryChunk = Traits::kBlockQ * 128;  // 16-bit: distance of 64-column chunks
+  static constexpr int kQueryChunk = Traits::kQueryChunkRows * 128;
   static constexpr int kKeyChunk = Traits::kBlockKv * 128;
 
-  // acc_s = Q K^T for the 64 query rows of this warpgroup.
+  // acc_s (+)= Q K^T for the 64 query rows of this warpgroup; `accumulate` false overwrites acc_s.
   __device__ __forceinline__ static void issue_scores(AccS (&acc_s)[kScores], uint64_t q,
-                                                      uint64_t k) {
+                                                      uint64_t k, bool accumulate = false) {
     constexpr int kSteps = Traits::kHeadDim * Traits::kElementBytes / 32;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       // 4 steps of 32 bytes fill a 128-byte row; a wider head_dim goes on in the next chunk.
       const uint64_t q_step = q + 2 * (step % 4) + (step / 4) * (kQueryChunk >> 4);
       const uint64_t k_step = k + 2 * (step % 4) + (step / 4) * (kKeyChunk >> 4);
-      ptx::WgmmaSs<Element, Element, AccS, Traits::kBlockKv>::run(acc_s, q_step, k_step, step > 0);
+      ptx::WgmmaSs<Element, Element, AccS, Traits::kBlockKv>::run(acc_s, q_step, k_step,
+                                                                  step > 0 || accumulate);
     }
   }
 
-  // acc (+)= P V with P in registers; `accumulate` false overwrites acc.
-  __device__ __forceinline__ static void issue_values(float (&acc)[kOutputs],
+  // acc (+)= P V with P in registers; `accumulate` false overwrites acc. acc spans as many columns
+  // as `v` points to: all of them, or a slice.
+  template <int kCount>
+  __device__ __forceinline__ static void issue_values(float (&acc)[kCount],
                                                       const uint32_t (&frag_p)[kProbs], uint64_t v,
                                                       bool accumulate) {
     constexpr int kSteps = kProbs / 4;
@@ -43,20 +45,21 @@ struct Products {
     using Probability = std::conditional_t<Traits::kIsFp8, ptx::E4m3, Element>;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      ptx::WgmmaRs<Probability, Element, float, Traits::kValueColumns>::run(
+      ptx::WgmmaRs<Probability, Element, float, 2 * kCount>::run(
           acc, frag_p + 4 * step, v + step * kStepAddress, step > 0 || accumulate);
     }
   }
 
   __device__ __forceinline__ static uint64_t query_descriptor(const FwdSmem<Config>& smem,
-                                                              int warpgroup) {
-    return ptx::k_major_descriptor<kRowBytes>((smem.query() >> 4) +
-                                              warpgroup * (64 * kRowBytes >> 4));
+                                                              int stage, int warpgroup) {
+    constexpr int kSlabBytes = 64 * (Traits::kIsFp8 ? Traits::kHeadDim : 128);
+    return ptx::k_major_descriptor<Traits::kRowBytes>(
+        (smem.query(0) >> 4) + stage * (Traits::kQueryBytes >> 4) + warpgroup * (kSlabBytes >> 4));
   }
   __device__ __forceinline__ static uint64_t key_descriptor(const FwdSmem<Config>& smem,
                                                             int stage) {
-    return ptx::k_major_descriptor<kRowBytes>((smem.keys(0) >> 4) +
-                                              stage * (Traits::kKeyBytes >> 4));
+    return ptx::k_major_descriptor<Traits::kRowBytes>((smem.keys(0) >> 4) +
+                                                      stage * (Traits::kKeyBytes >> 4));
   }
   __device__ __forceinline__ static uint64_t value_descriptor(const FwdSmem<Config>& smem,
                                                               int stage) {

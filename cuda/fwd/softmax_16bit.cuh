@@ -15,11 +15,11 @@
 
 namespace jax_fa3 {
 
-template <class Element>
+template <class Element, int kBlockKv>
 class Softmax16 {
  public:
-  static constexpr int kScores = 64;  // registers: 64 rows x 128 keys over 128 lanes
-  static constexpr int kProbs = 32;   // registers of two 16-bit values
+  static constexpr int kScores = kBlockKv / 2;  // registers: 64 rows over 128 lanes
+  static constexpr int kProbs = kBlockKv / 4;   // registers of two 16-bit values
   static constexpr float kSlack = 8.0f;
 
   // `scale` = softmax_scale * log2(e); its sign goes to the scores, and zero becomes tiny so that

@@ -11,6 +11,27 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_x4(uint32_t address, int4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+// ld.shared: a float, and two floats from an 8-byte aligned address.
+__device__ __forceinline__ float load_shared_f32(uint32_t address) {
+  float data;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(data) : "r"(address) : "memory");
+  return data;
+}
+__device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
+  float2 data;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(data.x), "=f"(data.y)
+               : "r"(address)
+               : "memory");
+  return data;
+}
+
 // ld.shared.v4: 16 bytes, the address 16-byte aligned.
 __device__ __forceinline__ uint4 load_shared_x4(uint32_t address) {
   uint4 data;

@@ -40,6 +40,7 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // No instruction: keeps the compiler from moving uses of these registers across a wait or a fence.
+__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 template <int kCount>
 __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 #pragma unroll

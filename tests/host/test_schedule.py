@@ -43,8 +43,15 @@ def test_tile_order_is_a_bijection(host, q_blocks, heads, batch, section, longes
     tiles = [host.tile(*args, index) for index in range(host.num_tiles(*args))]
     everything = itertools.product(range(q_blocks), range(heads), range(batch))
     assert sorted(tiles) == sorted(everything)
-    ranks = [tile[0] for tile in tiles[: min(section, heads * batch)]]
-    assert set(ranks) == {q_blocks - 1 if longest_first else 0}
+    first = (heads * batch - 1) % section + 1  # the first section takes what does not divide
+    ranks = [tile[0] for tile in tiles]
+    assert set(ranks[:first]) == {q_blocks - 1 if longest_first else 0}
+    for start in range(first * q_blocks, len(tiles), section * q_blocks):
+        heads_here = {tile[1:] for tile in tiles[start : start + section * q_blocks]}
+        assert len(heads_here) == section
+        assert sorted(ranks[start : start + section * q_blocks], reverse=longest_first) == (
+            ranks[start : start + section * q_blocks]
+        )
 
 
 def test_section_heads(host):

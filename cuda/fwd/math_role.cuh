@@ -1,0 +1,81 @@
+// What both forms of the math role share: a warpgroup's place in the rings, its waits and releases.
+#pragma once
+
+#include "load.cuh"
+#include "products.cuh"
+#include "softmax_16bit.cuh"
+#include "softmax_fp8.cuh"
+
+namespace jax_fa3 {
+
+// Softmax of one config: Fp8Softmax or Softmax16.
+template <class Config, bool kIsFp8 = FwdTraits<Config>::kIsFp8>
+struct SoftmaxChoice {
+  using Type = Fp8Softmax<Config>;
+};
+template <class Config>
+struct SoftmaxChoice<Config, false> {
+  using Type = Softmax16<typename Config::Element, Config::kBlockKv>;
+};
+template <class Config>
+using SoftmaxOf = typename SoftmaxChoice<Config>::Type;
+
+template <class Config>
+struct MathRole {
+  using Traits = FwdTraits<Config>;
+  static constexpr int kTurnThreads = 256, kFirstTurn = 1;
+
+  const FwdSmem<Config>& smem;
+  int warpgroup;
+  int lane;
+  RingPosition<Traits::kNumStages> k_read{0}, v_read{0};
+  RingPosition<Traits::kQueryStages> q_read{0};
+  bool k_ready = false, v_ready = false;  // whether the stage to be read next was seen full
+
+  __device__ __forceinline__ void peek() {
+    k_ready = ptx::mbarrier_test(smem.k_full(k_read.stage), k_read.parity);
+    v_ready = ptx::mbarrier_test(smem.v_full(v_read.stage), v_read.parity);
+  }
+  __device__ __forceinline__ void wait_keys() const {
+    if (!k_ready) ptx::mbarrier_wait(smem.k_full(k_read.stage), k_read.parity);
+  }
+  __device__ __forceinline__ void wait_values() const {
+    if (!v_ready) ptx::mbarrier_wait(smem.v_full(v_read.stage), v_read.parity);
+  }
+  // This warp is done with what the barrier guards.
+  __device__ __forceinline__ void release(uint32_t empty_barrier) const {
+    if (lane == 0) ptx::mbarrier_arrive(empty_barrier);
+  }
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (Traits::kPingPong) ptx::named_barrier_sync(kFirstTurn + warpgroup, kTurnThreads);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (Traits::kPingPong)
+      ptx::named_barrier_arrive(kFirstTurn + (warpgroup + 1) % Traits::kMathWarpgroups,
+                                kTurnThreads);
+  }
+  // After wait_keys, before the stage is released.
+  __device__ __forceinline__ float key_descale() const {
+    if constexpr (Traits::kIsFp8) return ptx::load_shared_f32(smem.k_descale(k_read.stage));
+    return 1.0f;
+  }
+};
+
+// What the block loop must know of a tile; the rest stays in shared memory until the end.
+struct MathTile {
+  int blocks;         // kv blocks
+  int warpgroup_row;  // first row of the warpgroup
+  KeyRange keys;
+
+  // Hides what row and row + 8 must not see.
+  template <class Softmax, class Acc, int kScores>
+  __device__ __forceinline__ void mask(Acc (&acc_s)[kScores], int block, int block_kv) const {
+    if (keys.needs_mask(warpgroup_row, block, block_kv)) {
+      const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+      Softmax::mask(acc_s, keys.visible(row) - block * block_kv,
+                    keys.visible(row + 8) - block * block_kv);
+    }
+  }
+};
+
+}  // namespace jax_fa3
