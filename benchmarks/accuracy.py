@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--head-dims",
         type=text.comma_list(text.positive_int),
-        default=[64, 128],
+        default=[64, 128, 256],
         metavar="LIST",
         help="default 64,128",
     )

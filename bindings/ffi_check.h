@@ -71,8 +71,8 @@ class Checker {
   }
 
   void head_dim(int64_t value) {
-    require(value == 64 || value == 128,
-            "head_dim must be 64 or 128; got " + std::to_string(value) + ".");
+    require(value == 64 || value == 128 || value == 256,
+            "head_dim must be 64, 128 or 256; got " + std::to_string(value) + ".");
   }
 
   void heads(int64_t num_heads_q, int64_t num_heads_kv) {

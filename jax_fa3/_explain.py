@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jax_fa3 import _compat, _ffi, _shapes
 from jax_fa3._shapes import Config, Dims
 
-SERVED_HEAD_DIMS = (64, 128)
+SERVED_HEAD_DIMS = (64, 128, 256)
 SERVED_CAPABILITY = "9.0"
 
 # What the kernels make of a request for precision="fp8"; anything else runs on the XLA path.
@@ -156,7 +156,7 @@ def _unserved(
     if "float32" in names:
         return "float32 inputs are not served by the kernels (cast to bfloat16)"
     if dims.head_dim not in SERVED_HEAD_DIMS:
-        return f"head_dim {dims.head_dim} is not served by the kernels (64 and 128 are)"
+        return f"head_dim {dims.head_dim} is not served by the kernels (64, 128 and 256 are)"
     if dims.head_dim_v != dims.head_dim:
         return (
             f"a head_dim of value that differs from query's is not served by the kernels "

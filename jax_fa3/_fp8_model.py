@@ -25,12 +25,15 @@ from jax_fa3._quantize import (
 from jax_fa3._shapes import Config, Dims, Operands, dims_of, is_float8, uses_hadamard
 
 LOG2_E = math.log2(math.e)
-# Largest stored magnitude of query and key: 16 * 16 * head_dim stays inside half precision.
-QUERY_KEY_RANGE = 16.0
 # Rows of query and key that share a factor with granularity "block".
 BLOCK = 128
 # Fixed signs of the rotation, bit d for coordinate d, least significant word first.
 _SIGN_WORDS = (0x9E3779B97F4A7C15, 0xF39CC0605CEDC834, 0x1082276BF3A27251, 0xF86C6A11D0C18E95)
+
+
+def query_key_range(head_dim: int) -> float:
+    """Largest stored magnitude of query and key: range^2 * head_dim stays inside half precision."""
+    return 16.0 if head_dim <= 128 else 8.0
 
 
 class QuantizedOperands(NamedTuple):
@@ -260,8 +263,9 @@ def _codes(
         codes = round_to_format(x * exact_exp2(-exponent), quantization.dtype)
         return codes, exact_exp2(exponent)
 
-    query, query_descale = power_of_two(prepared.query, query_amax, QUERY_KEY_RANGE, False)
-    key, key_descale = power_of_two(prepared.key, key_amax, QUERY_KEY_RANGE, False)
+    limit = query_key_range(dims.head_dim)
+    query, query_descale = power_of_two(prepared.query, query_amax, limit, False)
+    key, key_descale = power_of_two(prepared.key, key_amax, limit, False)
     limit = FORMAT_MAX[quantization.dtype]
     if is_float8(operands.value):
         value, value_descale = power_of_two(prepared.value, value_amax, limit, True)

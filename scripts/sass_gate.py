@@ -53,21 +53,21 @@ RULES = (
     Rule(
         family="fp8 exact",
         pattern=r"fwd_kernel.*FwdFp8.*Exp2[)E]0",
-        at_least=4,
+        at_least=6,
         required=(("QGMMA",), LOADS, ("USETMAXREG",), ("MUFU.EX2",)),
         forbidden=(*SPILLS, *OLD_MMA, "HGMMA"),
     ),
     Rule(
         family="fp8 linear",  # exp2 is arithmetic on the byte, so MUFU is not required
         pattern=r"fwd_kernel.*FwdFp8.*Exp2[)E]1",
-        at_least=4,
+        at_least=6,
         required=(("QGMMA",), LOADS, ("USETMAXREG",)),
         forbidden=(*SPILLS, *OLD_MMA, "HGMMA"),
     ),
     Rule(
         family="16-bit",
         pattern=r"fwd_kernel.*Fwd16",
-        at_least=4,
+        at_least=6,
         required=(("HGMMA",), LOADS, ("USETMAXREG",), ("MUFU.EX2",)),
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
     ),

@@ -45,7 +45,7 @@ class Case:
         return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(defaults, n)}
 
 
-# Calls that the Hopper kernels serve: head_dim 64 or 128, at most a causal mask.
+# Calls that the Hopper kernels serve: head_dim 64, 128 or 256, at most a causal mask.
 KERNEL_CASES = (
     Case("plain"),
     Case("causal", is_causal=True),
@@ -53,6 +53,8 @@ KERNEL_CASES = (
     Case("causal_more_rows", seqlen_q=205, seqlen_k=131, is_causal=True),
     Case("d128", seqlen_q=129, seqlen_k=127, num_heads_q=4, num_heads_kv=2, head_dim=128),
     Case("d128_causal", seqlen_q=383, seqlen_k=517, head_dim=128, is_causal=True),
+    Case("d256", seqlen_q=129, seqlen_k=255, num_heads_q=4, num_heads_kv=2, head_dim=256),
+    Case("d256_causal", seqlen_q=183, seqlen_k=317, head_dim=256, is_causal=True),
     Case("many_rows", batch=3, seqlen_q=517, seqlen_k=259, num_heads_q=10, num_heads_kv=2),
     Case("multi_query", seqlen_q=65, seqlen_k=193, num_heads_q=5, num_heads_kv=1),
     Case("equal_heads", seqlen_q=127, seqlen_k=128, num_heads_q=7, num_heads_kv=7),

@@ -19,8 +19,10 @@ namespace jax_fa3 {
 inline constexpr int kGranule = 128;
 // Rows of q_image are padded to whole slabs; one math warpgroup owns one slab.
 inline constexpr int kSlab = 64;
-// Largest magnitude stored for q and k: keeps 16 * 16 * head_dim inside f16 for head_dim <= 128.
-inline constexpr float kOperandRange = 16.0f;
+// Largest magnitude stored for q and k: range * range * head_dim stays inside f16 (65,504).
+FA3_HOST_DEVICE constexpr float operand_range(int head_dim) {
+  return head_dim <= 128 ? 16.0f : 8.0f;
+}
 
 // P is stored as 2^kProbabilityOffset times the probability of the row's base, to use e4m3's range.
 inline constexpr float kProbabilityOffset = 8.0f;
@@ -36,10 +38,16 @@ FA3_HOST_DEVICE constexpr int swizzled_chunk(int row_bytes, int row, int chunk) 
   return row_bytes == 128 ? (chunk ^ (row & 7)) : (chunk ^ ((row >> 1) & 3));
 }
 
-// Byte offset of element (row, column) in a q_image or k_image of 1-byte elements, rows of head_dim
-// bytes.
-FA3_HOST_DEVICE constexpr int64_t row_image_offset(int head_dim, int64_t row, int column) {
-  return row * head_dim + swizzled_chunk(head_dim, static_cast<int>(row & 7), column >> 4) * 16 +
+// Byte offset of element (row, column) in a q_image (groups of kSlab rows) or k_image (groups of
+// kGranule rows) of 1-byte elements. Rows are head_dim bytes long; a head_dim of 256 is stored as
+// two halves of 128 columns, one after the other in every group of rows.
+FA3_HOST_DEVICE constexpr int64_t row_image_offset(int head_dim, int group_rows, int64_t row,
+                                                   int column) {
+  const int row_bytes = head_dim < 128 ? head_dim : 128;
+  const int64_t in_group = row % group_rows;
+  return (row - in_group) * head_dim + (column / row_bytes) * (group_rows * row_bytes) +
+         in_group * row_bytes +
+         swizzled_chunk(row_bytes, static_cast<int>(row & 7), column % row_bytes >> 4) * 16 +
          (column & 15);
 }
 

@@ -23,7 +23,7 @@ inline bool make_quantize_grid(const QuantizeParams& params, QuantizeGrid* grid)
   if (params.batch < 1 || params.seqlen_q < 1 || params.seqlen_k < 1) return false;
   if (params.num_heads_q < 1 || params.num_heads_kv < 1) return false;
   if (params.num_heads_q % params.num_heads_kv != 0) return false;
-  if (params.head_dim != 64 && params.head_dim != 128) return false;
+  if (params.head_dim != 64 && params.head_dim != 128 && params.head_dim != 256) return false;
   if (!is_float8(params.image_kind)) return false;
   if (params.hadamard && (is_float8(params.q_kind) || is_float8(params.k_kind))) return false;
 

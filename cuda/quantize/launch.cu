@@ -12,12 +12,20 @@ extern template cudaError_t launch_quantize_kernels<64>(const QuantizeParams&, c
                                                         cudaStream_t);
 extern template cudaError_t launch_quantize_kernels<128>(const QuantizeParams&, const QuantizeGrid&,
                                                          cudaStream_t);
+extern template cudaError_t launch_quantize_kernels<256>(const QuantizeParams&, const QuantizeGrid&,
+                                                         cudaStream_t);
 
 cudaError_t launch_quantize(const QuantizeParams& params, cudaStream_t stream) {
   QuantizeGrid grid;
   if (!make_quantize_grid(params, &grid)) return cudaErrorInvalidValue;
-  return params.head_dim == 64 ? launch_quantize_kernels<64>(params, grid, stream)
-                               : launch_quantize_kernels<128>(params, grid, stream);
+  switch (params.head_dim) {
+    case 64:
+      return launch_quantize_kernels<64>(params, grid, stream);
+    case 128:
+      return launch_quantize_kernels<128>(params, grid, stream);
+    default:
+      return launch_quantize_kernels<256>(params, grid, stream);
+  }
 }
 
 }  // namespace jax_fa3

@@ -17,11 +17,12 @@ cudaError_t launch_quantize_kernels(const QuantizeParams& params, const Quantize
   finalize_stats<kHeadDim><<<grid.finalize_blocks, grid.finalize_threads, 0, stream>>>(params);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
+  constexpr int kThreads = QuantizeTraits<kHeadDim>::kThreads;
   const int blocks = grid.kv_blocks + grid.q_blocks;
   if (params.image_kind == ElementKind::kE5m2) {
-    quantize<kHeadDim, true><<<blocks, kQuantizeThreads, 0, stream>>>(params, grid.kv_blocks);
+    quantize<kHeadDim, true><<<blocks, kThreads, 0, stream>>>(params, grid.kv_blocks);
   } else {
-    quantize<kHeadDim, false><<<blocks, kQuantizeThreads, 0, stream>>>(params, grid.kv_blocks);
+    quantize<kHeadDim, false><<<blocks, kThreads, 0, stream>>>(params, grid.kv_blocks);
   }
   return cudaGetLastError();
 }

@@ -25,7 +25,7 @@ constexpr int64_t quantize_workspace_floats(int64_t batch, int64_t num_heads_kv,
 }
 
 // Three kernels on `stream`. cudaErrorInvalidValue, before any launch: a size below 1, heads that
-// do not divide, a head_dim other than 64 and 128, hadamard with float8 q or k, an image kind that
+// do not divide, a head_dim other than 64, 128 and 256, hadamard with float8 q or k, an image kind that
 // is no float8, or more than 2^31 - 1 blocks.
 cudaError_t launch_quantize(const QuantizeParams& params, cudaStream_t stream);
 

@@ -83,17 +83,17 @@ FA3_HOST_DEVICE float power_of_two(int exponent) {  // exponent in [-126, 127]
   return bits_float(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
-// Exponent e that brings a largest magnitude `amax` of q or k into [8, 16): amax * 2^-e. Zero gives
-// 0.
+// Exponent e that brings a largest magnitude `amax` of q or k into [range / 2, range), where range
+// is operand_range(head_dim): amax * 2^-e. Zero gives 0.
 // NOTE: e stops at -126, so that 2^e and 2^-e are normal numbers; smaller rows (below 2^-122) keep
 // smaller codes.
-FA3_HOST_DEVICE int operand_exponent(float amax) {
+FA3_HOST_DEVICE int operand_exponent(float amax, int head_dim) {
   const uint32_t bits = float_bits(amax);
   if (bits == 0) return 0;
-  const int exponent = static_cast<int>(bits >> 23) - 130;
+  const int range_exponent = static_cast<int>(float_bits(operand_range(head_dim)) >> 23) - 127;
+  const int exponent = static_cast<int>(bits >> 23) - 126 - range_exponent;
   return exponent < -126 ? -126 : exponent;
 }
-static_assert(kOperandRange == 16.0f, "operand_exponent is written for this range");
 
 // Exponent e that brings the largest magnitude of a float8 v into (range / 2, range], where range
 // is 448 (e4m3) or 57344 (e5m2), i.e. 7/8 of 2^9 or 2^16. Zero gives 0.

@@ -25,7 +25,7 @@ struct QuantizeParams {
   int seqlen_k;
   int num_heads_q;
   int num_heads_kv;
-  int head_dim;  // 64 or 128
+  int head_dim;  // 64, 128 or 256
 
   bool hadamard;      // needs 16-bit q and k
   bool smooth_key;    // acts on a 16-bit k only

@@ -10,8 +10,6 @@
 
 namespace jax_fa3 {
 
-inline constexpr int kQuantizeThreads = 256;
-inline constexpr int kQuantizeWarps = kQuantizeThreads / 32;
 inline constexpr int kQuantizeRows =
     128;  // rows of a CTA: one granule of k and v, or two slabs of q
 static_assert(kQuantizeRows == kGranule && kQuantizeRows % kSlab == 0, "a CTA owns whole granules");
@@ -20,17 +18,23 @@ static_assert(kQuantizeRows == kGranule && kQuantizeRows % kSlab == 0, "a CTA ow
 template <int kDim>
 struct QuantizeTraits {
   static constexpr int kHeadDim = kDim;
+  static constexpr int kThreads = kHeadDim == 256 ? 512 : 256;
+  static constexpr int kWarps = kThreads / 32;
   static constexpr int kLanes = kHeadDim / 16;  // of one row
-  static constexpr int kRowsPerPass = kQuantizeThreads / kLanes;
+  static constexpr int kRowsPerPass = kThreads / kLanes;
   static constexpr int kPasses = kQuantizeRows / kRowsPerPass;
-  static constexpr int kLog2Lanes = kLanes == 8 ? 3 : 2;
-  static_assert(kHeadDim == 64 || kHeadDim == 128, "rows are spread over 4 or 8 lanes");
+  static constexpr int kLog2Lanes = kLanes == 16 ? 4 : kLanes == 8 ? 3 : 2;
+  static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
+                "rows are spread over 4, 8 or 16 lanes");
 
-  // Byte of v (key, channel) in shared memory, 16-bit values. 16 bytes of skew per 16 keys: the 8
-  // groups x 4 channel pairs that a warp reads at once lie in 32 different banks.
-  static constexpr int kValueSmemBytes = kGranule * kHeadDim * 2 + kGranule / 16 * 16;
+  // v goes through shared memory in parts of at most 128 channels (48 KB hold no more).
+  // Byte of a part's v (key, channel), 16-bit values. 16 bytes of skew per 16 keys: the 8 groups x
+  // 4 channel pairs that a warp reads at once lie in 32 different banks.
+  static constexpr int kPartChannels = kHeadDim < 128 ? kHeadDim : 128;
+  static constexpr int kParts = kHeadDim / kPartChannels;
+  static constexpr int kValueSmemBytes = kGranule * kPartChannels * 2 + kGranule / 16 * 16;
   FA3_HOST_DEVICE static constexpr int value_smem_offset(int key, int channel) {
-    return (key * kHeadDim + channel) * 2 + key / 16 * 16;
+    return (key * kPartChannels + channel) * 2 + key / 16 * 16;
   }
 };
 
@@ -66,10 +70,10 @@ __device__ __forceinline__ bool row_any(bool value) {
   return (votes >> row_start & ((1u << kLanes) - 1)) != 0;
 }
 
-// Sixteen values times `multiplier` as 16 codes, to the lane's place in an image row of kHeadDim
-// bytes.
-template <int kHeadDim, bool kE5m2>
-__device__ __forceinline__ void store_codes(uint8_t* image_row, int row, int lane,
+// Sixteen values times `multiplier` as 16 codes, to the lane's place in row `row` of one head's
+// image.
+template <int kHeadDim, int kGroupRows, bool kE5m2>
+__device__ __forceinline__ void store_codes(uint8_t* image, int64_t row, int lane,
                                             const float (&y)[16], float multiplier, bool all_nan,
                                             bool all_zero) {
   uint32_t words[4];
@@ -79,8 +83,8 @@ __device__ __forceinline__ void store_codes(uint8_t* image_row, int row, int lan
                                 y[4 * i + 2] * multiplier, y[4 * i + 3] * multiplier);
     words[i] = all_zero ? 0u : all_nan ? kNanCodes : words[i];
   }
-  uint4* target = reinterpret_cast<uint4*>(image_row) + swizzled_chunk(kHeadDim, row & 7, lane);
-  *target = uint4{words[0], words[1], words[2], words[3]};
+  *reinterpret_cast<uint4*>(image + row_image_offset(kHeadDim, kGroupRows, row, 16 * lane)) =
+      uint4{words[0], words[1], words[2], words[3]};
 }
 
 // What a thread knows about the columns of its 16 registers: signs of the rotation, and the key
@@ -188,12 +192,11 @@ __device__ __forceinline__ void quantize_q_tile(const QuantizeParams& params, in
       amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
       shift += __shfl_xor_sync(0xffffffffu, shift, mask);
     }
-    const int exponent = operand_exponent(amax);
+    const int exponent = operand_exponent(amax, kHeadDim);
     if (row >= rows) continue;  // the second slab of the last tile may not exist
     const bool is_padding = row >= params.seqlen_q;
-    store_codes<kHeadDim, kE5m2>(params.q_image + (image_head + row) * kHeadDim,
-                                 static_cast<int>(row & 7), lane, x, power_of_two(-exponent), bad,
-                                 is_padding);
+    store_codes<kHeadDim, kSlab, kE5m2>(params.q_image + image_head * kHeadDim, row, lane, x,
+                                        power_of_two(-exponent), bad, is_padding);
     if (lane == 0) {
       const float scale = power_of_two(exponent);
       params.q_descale[image_head + row] =
@@ -203,18 +206,20 @@ __device__ __forceinline__ void quantize_q_tile(const QuantizeParams& params, in
   }
 }
 
-// Codes of v's granule out of shared memory: each thread takes 16 keys of two channels at a time.
+// Codes of a part of v's granule, from channel `first` on, out of shared memory: each thread takes
+// 16 keys of two channels at a time.
 template <typename Traits, bool kE5m2>
 __device__ __forceinline__ void store_v_granule(const QuantizeParams& params, const uint8_t* smem_v,
                                                 int64_t kv_head, const float* multiplier,
-                                                uint8_t* image, bool has_gaps) {
+                                                uint8_t* image, int first, bool has_gaps) {
   constexpr int kHeadDim = Traits::kHeadDim;
   const int thread = static_cast<int>(threadIdx.x);
   const int group = thread % 8;  // of 16 keys; 8 lanes write one 128-byte line
   const bool is_bf16 = params.v_kind == ElementKind::kBf16;
 #pragma unroll
-  for (int item = 0; item < kHeadDim / 2 / (kQuantizeThreads / 8); ++item) {
-    const int channel = 2 * (thread / 8 + item * (kQuantizeThreads / 8));
+  for (int item = 0; item < Traits::kPartChannels / 2 / (Traits::kThreads / 8); ++item) {
+    const int in_part = 2 * (thread / 8 + item * (Traits::kThreads / 8));
+    const int channel = first + in_part;
     const float2 mean =
         *reinterpret_cast<const float2*>(params.v_mean + kv_head * kHeadDim + channel);
     const float2 scale = *reinterpret_cast<const float2*>(multiplier + channel);
@@ -222,7 +227,7 @@ __device__ __forceinline__ void store_v_granule(const QuantizeParams& params, co
 #pragma unroll
     for (int key = 0; key < 16; ++key) {
       const uint32_t word = *reinterpret_cast<const uint32_t*>(
-          smem_v + Traits::value_smem_offset(16 * group + key, channel));
+          smem_v + Traits::value_smem_offset(16 * group + key, in_part));
       even[key] = (pair_low(word, is_bf16) - mean.x) * scale.x;
       odd[key] = (pair_high(word, is_bf16) - mean.y) * scale.y;
     }
@@ -287,13 +292,31 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
       for (int w = 0; w < 8; ++w) v_words[pass][w] = 0x7fff7fffu;  // NaN as bf16 and as f16
     }
     has_gaps = has_gaps || bad[pass] || is_padding;
-    const int key = first_key + pass * Traits::kRowsPerPass;
-    const uint32_t* w = v_words[pass];
-    *reinterpret_cast<uint4*>(smem_v + Traits::value_smem_offset(key, first_column(lane, true))) =
-        uint4{w[0], w[1], w[2], w[3]};
-    *reinterpret_cast<uint4*>(smem_v +
-                              Traits::value_smem_offset(key, second_column(kHeadDim, lane, true))) =
-        uint4{w[4], w[5], w[6], w[7]};
+  }
+  // A lane's first four words lie in the lower half of the channels, the others in the upper one.
+  const auto stage_v = [&](int part) {
+    constexpr int kHalf = kHeadDim / 2;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int key = first_key + pass * Traits::kRowsPerPass;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (half * kHalf / Traits::kPartChannels != part) continue;
+        const int column = 8 * lane + half * kHalf % Traits::kPartChannels;
+        const uint32_t* w = v_words[pass] + 4 * half;
+        *reinterpret_cast<uint4*>(smem_v + Traits::value_smem_offset(key, column)) =
+            uint4{w[0], w[1], w[2], w[3]};
+      }
+    }
+  };
+  uint8_t* image = params.v_image + (kv_head * granules + granule) * kHeadDim * kGranule;
+#pragma unroll
+  for (int part = 0; part < Traits::kParts; ++part) {
+    if (part > 0) __syncthreads();  // every thread has read the part before
+    stage_v(part);
+    has_gaps = __syncthreads_or(has_gaps) != 0;  // every thread has written this one
+    store_v_granule<Traits, kE5m2>(params, smem_v, kv_head, results + kMultiplierV * kHeadDim,
+                                   image, part * Traits::kPartChannels, has_gaps);
   }
 
   // k: centre, rotate, largest magnitude of the granule
@@ -318,33 +341,28 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
     amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
   if (thread % 32 == 0) smem_amax[thread / 32] = amax;
 
-  // every thread: v and the warps' maxima are in shared memory
-  has_gaps = __syncthreads_or(has_gaps) != 0;
+  __syncthreads();  // every thread: the warps' maxima are in shared memory
 #pragma unroll
-  for (int warp = 0; warp < kQuantizeWarps; ++warp) amax = fmaxf(amax, smem_amax[warp]);
-  const int exponent = operand_exponent(amax);
-  const int64_t image_row = kv_head * granules * kGranule + first;
+  for (int warp = 0; warp < Traits::kWarps; ++warp) amax = fmaxf(amax, smem_amax[warp]);
+  const int exponent = operand_exponent(amax, kHeadDim);
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const int64_t row = image_row + pass * Traits::kRowsPerPass;
-    store_codes<kHeadDim, kE5m2>(params.k_image + row * kHeadDim, static_cast<int>(row & 7), lane,
-                                 y[pass], power_of_two(-exponent), bad[pass],
-                                 first + pass * Traits::kRowsPerPass >= params.seqlen_k);
+    const int64_t row = first + pass * Traits::kRowsPerPass;
+    store_codes<kHeadDim, kGranule, kE5m2>(
+        params.k_image + kv_head * granules * kGranule * kHeadDim, row, lane, y[pass],
+        power_of_two(-exponent), bad[pass], row >= params.seqlen_k);
   }
   if (thread == 0) params.k_descale[kv_head * granules + granule] = power_of_two(exponent);
-
-  store_v_granule<Traits, kE5m2>(
-      params, smem_v, kv_head, results + kMultiplierV * kHeadDim,
-      params.v_image + (kv_head * granules + granule) * kHeadDim * kGranule, has_gaps);
 }
 
 // quantize: one CTA per granule of k and v, then one per 128 rows of q. Neighbouring CTAs take
 // neighbouring heads, which lie side by side in memory; granules run from the last to the first,
 // because the statistics kernel left the last ones in L2.
-// Threads    a row in head_dim / 16 lanes, 16 elements each; 256 threads take 128 rows in 2
-//            (head_dim 64) or 4 passes and hold all of them in registers.
-// Smem       v's granule as 16-bit values, skewed | one maximum per warp.
-// Barrier    one (k and v only): every thread has written both, every thread reads both.
+// Threads    a row in head_dim / 16 lanes, 16 elements each; 256 threads (head_dim 256: 512) take
+//            128 rows in 2 (head_dim 64) or 4 passes and hold all of them in registers.
+// Smem       128 channels of v's granule as 16-bit values, skewed | one maximum per warp.
+// Barriers   (k and v only) one after v and one after the maxima are written; two more for each
+//            further part of v.
 // Traffic    3 bytes an element of q, k and v (float8: 2), none read twice; reads are 16-byte
 //            vectors of whole 64- or 128-byte runs, image writes whole 128-byte lines.
 // Work       instructions per element at head_dim 128. q, k: test 1, sign 0.5, widen 1, mean 1,
@@ -352,11 +370,13 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
 //            v: test 1, widen 1, centre 1, scale 1, cast 0.5, LDS 0.5: 5. At 4 TB/s an SM has 23.
 // Numerics   float32 in a fixed order: the same bits on every run, whatever the grid.
 template <int kHeadDim, bool kE5m2>
-__global__ void __launch_bounds__(kQuantizeThreads, kHeadDim == 64 ? 3 : 2)
+__global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads, kHeadDim == 64    ? 3
+                                                                      : kHeadDim == 128 ? 2
+                                                                                        : 1)
     quantize(const QuantizeParams params, int kv_blocks) {
   using Traits = QuantizeTraits<kHeadDim>;
   alignas(16) __shared__ uint8_t smem_v[Traits::kValueSmemBytes];
-  __shared__ float smem_amax[kQuantizeWarps];
+  __shared__ float smem_amax[Traits::kWarps];
   const int block = static_cast<int>(blockIdx.x);
   if (block < kv_blocks) {
     quantize_kv_granule<Traits, kE5m2>(params, kv_blocks - 1 - block, smem_v, smem_amax);

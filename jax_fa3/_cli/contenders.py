@@ -190,7 +190,7 @@ def _kernel_alone(
             jnp.full(lead, shape.head_dim**-0.5 * math.log2(math.e), jnp.float32),
             jnp.ones(lead, jnp.float32),
             image_dtype=jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
-            hadamard=bool(quantization.hadamard),  # "auto" is on for 64 and 128
+            hadamard=bool(quantization.hadamard),  # "auto" is on for 64, 128 and 256
             smooth_key=quantization.smooth_key,
             center_value=quantization.center_value,
         )

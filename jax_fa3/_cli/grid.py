@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 TOKENS, HIDDEN = 16_384, 2_048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,8 +96,8 @@ def test_kernel_list_is_complete(ext):
     assert len(set(names)) == len(names)
     fp8 = {(k["dtype"], k["head_dim"]) for k in kernels if k["dtype"] in ("e4m3", "e5m2")}
     native = {(k["dtype"], k["head_dim"]) for k in kernels if k["dtype"] in ("bf16", "f16")}
-    assert fp8 == {(dtype, d) for dtype in ("e4m3", "e5m2") for d in (64, 128)}
-    assert native == {(dtype, d) for dtype in ("bf16", "f16") for d in (64, 128)}
+    assert fp8 == {(dtype, d) for dtype in ("e4m3", "e5m2") for d in (64, 128, 256)}
+    assert native == {(dtype, d) for dtype in ("bf16", "f16") for d in (64, 128, 256)}
 
 
 def test_ffi_version_is_not_newer_than_the_installed_jaxlib(ext):

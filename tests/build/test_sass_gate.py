@@ -53,7 +53,7 @@ def extension(changed=None, opcodes=None):
     """A whole good extension as SASS text; the first kernel of family `changed` gets `opcodes`."""
     text = []
     for family, symbol in SYMBOLS.items():
-        for i in range(4):
+        for i in range(6):
             bad = family == changed and i == 0
             text.append(listing(symbol.format(i), opcodes if bad else GOOD_OPCODES[family]))
     return "\n".join(text)
@@ -144,7 +144,7 @@ def test_empty_extension_fails_for_every_family():
 def test_missing_family_fails():
     text = "\n".join(t for t in extension().split("\t\t..........") if "Fwd16" not in t)
     (failure,) = failures(text)
-    assert "at least 4 kernels of family '16-bit'; got 0" in failure
+    assert "at least 6 kernels of family '16-bit'; got 0" in failure
 
 
 def test_unknown_kernel_fails():

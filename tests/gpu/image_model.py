@@ -49,10 +49,11 @@ def rotated_order(head_dim: int) -> np.ndarray:
     return order
 
 
-def operand_exponent(amax: np.ndarray) -> np.ndarray:
-    """e with amax * 2^-e in [8, 16); at least -126; 0 for amax 0."""
+def operand_exponent(amax: np.ndarray, head_dim: int) -> np.ndarray:
+    """e with amax * 2^-e in [8, 16), or [4, 8) beyond head_dim 128; at least -126; 0 for amax 0."""
     _, exponent = np.frexp(amax)
-    return np.where(amax == 0, 0, np.maximum(exponent - 4, -126)).astype(np.int32)
+    places = 4 if head_dim <= 128 else 3
+    return np.where(amax == 0, 0, np.maximum(exponent - places, -126)).astype(np.int32)
 
 
 def value_exponent(amax: np.ndarray, value_range: float) -> np.ndarray:
@@ -79,9 +80,15 @@ def pad_axis(array: np.ndarray, axis: int, multiple: int, value: float = 0) -> n
     return np.pad(array, widths, constant_values=value)
 
 
-def swizzle_rows(codes: np.ndarray) -> np.ndarray:
-    """[..., rows, head_dim] codes with each row's 16-byte chunks where the swizzle puts them."""
+def swizzle_rows(codes: np.ndarray, group: int) -> np.ndarray:
+    """[..., rows, head_dim] codes with each row's 16-byte chunks where the swizzle puts them.
+
+    head_dim 256: every `group` rows are stored as two tiles of 128 columns.
+    """
     *lead, rows, head_dim = codes.shape
+    if head_dim == 256:
+        tiles = np.swapaxes(codes.reshape(*lead, rows // group, group, 2, 128), -2, -3)
+        return swizzle_rows(tiles, group).reshape(codes.shape)
     chunks = codes.reshape(*lead, rows, head_dim // 16, 16)
     out = np.empty_like(chunks)
     for row in range(rows):
@@ -183,7 +190,7 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
     y = rotate(q_real) if hadamard else q_real
     if not is_float8(q):
         y = y * (row_factor / np.float32(head_dim) if hadamard else row_factor)[..., None]
-    exponent = operand_exponent(np.abs(finite_or_zero(y)).max(-1))
+    exponent = operand_exponent(np.abs(finite_or_zero(y)).max(-1), head_dim)
     codes = cast(np.ldexp(y, -exponent[..., None]), dtype)[..., order]
     bad = ~np.isfinite(q_real).all(-1) | ~np.isfinite(y).all(-1)
     codes[bad] = NAN_CODE
@@ -198,7 +205,8 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
     if hadamard:
         y = rotate(y)
     magnitudes = pad_axis(np.abs(finite_or_zero(y)).max(-1), 2, GRANULE)
-    k_exponent = operand_exponent(magnitudes.reshape(*magnitudes.shape[:2], -1, GRANULE).max(-1))
+    granules = magnitudes.reshape(*magnitudes.shape[:2], -1, GRANULE)
+    k_exponent = operand_exponent(granules.max(-1), head_dim)
     of_key = np.repeat(k_exponent, GRANULE, axis=-1)[..., :seqlen_k, None]
     k_codes = cast(np.ldexp(y, -of_key), dtype)[..., order]
     bad_key = ~(np.isfinite(k_real).all(-1) & np.isfinite(v_real).all(-1) & np.isfinite(y).all(-1))
@@ -219,10 +227,10 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
     v_codes = cast(np.where(np.isfinite(v_real), centred * multiplier[:, :, None, :], 0), dtype)
 
     return {
-        "q_image": swizzle_rows(pad_axis(codes, 2, SLAB)),
+        "q_image": swizzle_rows(pad_axis(codes, 2, SLAB), SLAB),
         "q_descale": pad_axis(q_descale, 2, SLAB, 1),
         "q_shift": pad_axis(q_shift, 2, SLAB),
-        "k_image": swizzle_rows(pad_axis(k_codes, 2, GRANULE)),
+        "k_image": swizzle_rows(pad_axis(k_codes, 2, GRANULE), GRANULE),
         "k_descale": np.ldexp(np.float32(1), k_exponent).astype(np.float32),
         "v_image": value_granules(pad_axis(v_codes, 2, GRANULE)),
         "v_descale": v_descale,

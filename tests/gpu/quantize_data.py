@@ -60,12 +60,13 @@ def cases() -> list[Case]:
         *(
             Case(seqlen_q=q, seqlen_k=k, head_dim=head_dim, group_size=group)
             for q, k, head_dim, group in zip(
-                LENGTHS, reversed(LENGTHS), (64, 128) * 6, (1, 3, 4) * 4, strict=True
+                LENGTHS, reversed(LENGTHS), (64, 128, 256) * 4, (1, 3, 4, 1) * 3, strict=True
             )
         ),
         Case(seqlen_q=1000, seqlen_k=1, head_dim=64),
         Case(seqlen_k=2049, head_dim=128, group_size=1, batch=1),  # five chunks of statistics
         Case(seqlen_k=2049, head_dim=64, group_size=1, batch=1, v_dtype="e4m3"),
+        Case(seqlen_k=2049, head_dim=256, group_size=1, batch=1),
         # data
         *(
             Case(
@@ -77,7 +78,7 @@ def cases() -> list[Case]:
                 v_dtype=dtype,
             )
             for data in ("outliers", "zeros", "constant", "bad", "biased", "tiny")
-            for head_dim, dtype in ((64, "bf16"), (128, "f16"))
+            for head_dim, dtype in ((64, "bf16"), (128, "f16"), (256, "bf16"))
         ),
         Case(data="huge"),
         Case(data="bad", hadamard=False, smooth_key=False),
@@ -98,6 +99,9 @@ def cases() -> list[Case]:
             )
         ),
         Case(v_dtype="e4m3"),
+        Case(head_dim=256, q_dtype="f16", k_dtype="f16", v_dtype="e4m3", image_dtype="e5m2"),
+        Case(head_dim=256, q_dtype="e4m3", k_dtype="e4m3", v_dtype="e4m3", hadamard=False),
+        Case(head_dim=256, hadamard=False, smooth_key=False, center_value=False),
         # flags
         *(
             Case(hadamard=h, smooth_key=s, center_value=c, head_dim=64)

@@ -120,7 +120,7 @@ def top_left(query: Any, key: Any, value: Any) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="the XLA path, on any device")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     flags = parser.parse_args()
     implementation = "xla" if flags.dry_run else "cuda"
     failed = 0

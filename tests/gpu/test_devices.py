@@ -25,7 +25,7 @@ def test_each_device_in_turn_gives_the_same_bits() -> None:
             cases.BFLOAT16,
         )
         for sizes in shapes
-        for head_dim in (64, 128)
+        for head_dim in (64, 128, 256)
     ]
 
     @jax.jit

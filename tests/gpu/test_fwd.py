@@ -67,9 +67,9 @@ class Call:
 
 
 def calls() -> list[Call]:
-    """Each length three times as seqlen_q and as seqlen_k, once under each mask."""
+    """Each length four times as seqlen_q and as seqlen_k, under every mask."""
     found = []
-    for r, i in itertools.product(range(3), range(len(LENGTHS))):
+    for r, i in itertools.product(range(4), range(len(LENGTHS))):
         j = (2 * i + 4 * r) % len(LENGTHS)
         group = (1, 3, 4, 8)[(i + 2 * r) % 4]
         if LENGTHS[i] * LENGTHS[j] > 300_000:
@@ -78,9 +78,9 @@ def calls() -> list[Call]:
             Call(
                 LENGTHS[i],
                 LENGTHS[j],
-                (64, 128)[(i + r) % 2],
+                (64, 128, 256)[(i + r) % 3],
                 group,
-                CAUSALS[r],
+                CAUSALS[r % 3],
                 ("bfloat16", "float16")[i // 2 % 2],
                 ("default", "negative", "traced")[i % 3],
             )
@@ -132,7 +132,7 @@ def test_call(call: Call, record_property: Any) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_outliers(head_dim: int, record_property: Any) -> None:
     """The paper's distribution, in which one number sets the scale of its row."""
     case = cases.Case("outliers", seqlen_q=513, seqlen_k=771, head_dim=head_dim)
@@ -201,7 +201,7 @@ def test_float8_inputs(name: str, record_property: Any) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiny_shapes(head_dim: int) -> None:
     """1 to 17 rows and keys, all in one program."""
     sizes = [*((i, 18 - i) for i in range(1, 18)), *((i, i) for i in range(1, 18))]
@@ -224,7 +224,7 @@ def test_tiny_shapes(head_dim: int) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 2), (2048, 1024), (401, 130)])
 def test_rows_without_keys(seqlen_q: int, seqlen_k: int, head_dim: int) -> None:
     """Bottom-right with more rows than keys: output exactly 0, logsumexp -inf."""
@@ -366,7 +366,7 @@ def test_needles() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_large_logits(head_dim: int) -> None:
     """Logits to +-1e4: finite, each row takes the value of its key, logsumexp is its logit."""
     rng = np.random.default_rng(6)

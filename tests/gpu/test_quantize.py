@@ -59,7 +59,7 @@ def test_images_match_the_model(case):
     quantize_data.check(case, results, model, exact=False)  # the means themselves
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_two_runs_agree_in_every_bit(head_dim):
     case = Case(seqlen_q=1000, seqlen_k=3001, head_dim=head_dim, data="outliers")
     inputs = [jnp.asarray(x) for x in quantize_data.make(case)]

@@ -25,14 +25,15 @@ namespace {
 void bind_layout(py::module_& m) {
   m.attr("granule") = kGranule;
   m.attr("slab") = kSlab;
-  m.attr("operand_range") = kOperandRange;
+  m.def("operand_range", py::vectorize([](int head_dim) { return operand_range(head_dim); }));
   m.def("round_up",
         py::vectorize([](int64_t value, int64_t multiple) { return round_up(value, multiple); }));
   m.def("swizzled_chunk", py::vectorize([](int row_bytes, int row, int chunk) {
           return swizzled_chunk(row_bytes, row, chunk);
         }));
-  m.def("row_image_offset", py::vectorize([](int head_dim, int64_t row, int column) {
-          return row_image_offset(head_dim, row, column);
+  m.def("row_image_offset",
+        py::vectorize([](int head_dim, int group_rows, int64_t row, int column) {
+          return row_image_offset(head_dim, group_rows, row, column);
         }));
   m.def("key_position", py::vectorize([](int key) { return key_position(key); }));
   m.def("value_image_offset",
@@ -70,7 +71,8 @@ void bind_scheduler(py::module_& m) {
 }
 
 void bind_numerics(py::module_& m) {
-  m.def("operand_exponent", py::vectorize([](float amax) { return operand_exponent(amax); }));
+  m.def("operand_exponent",
+        py::vectorize([](float amax, int head_dim) { return operand_exponent(amax, head_dim); }));
   m.def("value_exponent",
         py::vectorize([](float amax, bool e5m2) { return value_exponent(amax, e5m2); }));
   m.def("power_of_two", py::vectorize([](int exponent) { return power_of_two(exponent); }));

@@ -40,7 +40,7 @@ void run_kernels(const QuantizeParams& params, const QuantizeGrid& grid) {
                        [&] { key_value_stats<kHeadDim>(params); });
   cuda_on_host::launch(grid.finalize_blocks, grid.finalize_threads,
                        [&] { finalize_stats<kHeadDim>(params); });
-  cuda_on_host::launch(grid.kv_blocks + grid.q_blocks, kQuantizeThreads, [&] {
+  cuda_on_host::launch(grid.kv_blocks + grid.q_blocks, QuantizeTraits<kHeadDim>::kThreads, [&] {
     if (params.image_kind == ElementKind::kE5m2) {
       quantize<kHeadDim, true>(params, grid.kv_blocks);
     } else {
@@ -99,8 +99,10 @@ py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
 
   if (params.head_dim == 64) {
     run_kernels<64>(params, grid);
-  } else {
+  } else if (params.head_dim == 128) {
     run_kernels<128>(params, grid);
+  } else {
+    run_kernels<256>(params, grid);
   }
 
   py::dict results;

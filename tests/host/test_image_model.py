@@ -15,6 +15,7 @@ from jax_fa3._shapes import Config, Operands
 
 CASES = [
     Case(head_dim=64),
+    Case(head_dim=256, seqlen_q=130),
     Case(data="biased", seqlen_k=257),
     Case(q_dtype="f16", k_dtype="f16", v_dtype="f16", data="outliers", image_dtype="e5m2"),
     Case(data="bad"),
@@ -31,9 +32,12 @@ def natural_order(host, case, images):
     head_dim = case.head_dim
     order = image_model.rotated_order(head_dim) if case.hadamard else np.arange(head_dim)
     found = []
-    for image, seqlen in ((images["q_image"], case.seqlen_q), (images["k_image"], case.seqlen_k)):
+    for image, seqlen, group in (
+        (images["q_image"], case.seqlen_q, 64),
+        (images["k_image"], case.seqlen_k, 128),
+    ):
         rows, columns = np.meshgrid(np.arange(image.shape[2]), np.arange(head_dim), indexing="ij")
-        offsets = host.row_image_offset(head_dim, rows, columns)
+        offsets = host.row_image_offset(head_dim, group, rows, columns)
         stored = image.reshape(*image.shape[:2], -1)[..., offsets]
         codes = np.empty_like(stored)
         codes[..., order] = stored

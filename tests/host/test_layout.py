@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 
 
 def tensor_core_swizzle(address: np.ndarray, row_bytes: int) -> np.ndarray:
@@ -13,16 +13,23 @@ def tensor_core_swizzle(address: np.ndarray, row_bytes: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_row_image_is_the_swizzled_row_major_image(host, head_dim):
+@pytest.mark.parametrize("group", [64, 128])
+def test_row_image_is_the_swizzled_row_major_image(host, head_dim, group):
+    """head_dim 256: of each half of the columns, group of rows after group."""
     rows, columns = np.meshgrid(np.arange(256), np.arange(head_dim), indexing="ij")
-    offsets = host.row_image_offset(head_dim, rows, columns)
-    np.testing.assert_array_equal(offsets, tensor_core_swizzle(rows * head_dim + columns, head_dim))
+    offsets = host.row_image_offset(head_dim, group, rows, columns)
+    width = min(head_dim, 128)
+    tile = rows // group * (head_dim // width) + columns // width
+    expected = tensor_core_swizzle(rows % group * width + columns % width, width)
+    np.testing.assert_array_equal(offsets, tile * group * width + expected)
     np.testing.assert_array_equal(np.sort(offsets, axis=None), np.arange(offsets.size))
 
 
 def test_row_image_offset_passes_2_to_the_31(host):
     row = 2**26 + 5
-    assert host.row_image_offset(128, row, 17) == tensor_core_swizzle(np.int64(row) * 128 + 17, 128)
+    assert host.row_image_offset(128, 64, row, 17) == tensor_core_swizzle(
+        np.int64(row) * 128 + 17, 128
+    )
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -58,7 +65,7 @@ def test_value_transpose_reads_touch_every_bank_once(host, head_dim):
     """A warp of the quantiser reads 8 key groups x 4 channel pairs, 4 bytes each."""
     lane = np.arange(32)
     for step in range(16):
-        for first_pair in range(0, head_dim // 2, 4):
+        for first_pair in range(0, min(head_dim, 128) // 2, 4):
             offsets = host.value_smem_offset(
                 head_dim, 16 * (lane % 8) + step, 2 * (first_pair + lane // 8)
             )
@@ -68,7 +75,7 @@ def test_value_transpose_reads_touch_every_bank_once(host, head_dim):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_value_tile_in_shared_memory_overlaps_nowhere(host, head_dim):
-    keys, channels = np.meshgrid(np.arange(128), np.arange(head_dim), indexing="ij")
+    keys, channels = np.meshgrid(np.arange(128), np.arange(min(head_dim, 128)), indexing="ij")
     offsets = host.value_smem_offset(head_dim, keys, channels)
     assert len(np.unique(offsets)) == offsets.size
     assert (host.value_smem_offset(head_dim, np.arange(128), 0) % 16 == 0).all()
@@ -155,11 +162,13 @@ def test_q_and_k_images_give_q_times_k(host, head_dim):
     rng = np.random.default_rng(1)
     q, k = rng.integers(-9, 10, (64, head_dim)), rng.integers(-9, 10, (128, head_dim))
     images = []
-    for matrix in (q, k):
+    width = min(head_dim, 128)
+    for matrix in (q, k):  # one slab, one granule
         rows, columns = np.meshgrid(*map(np.arange, matrix.shape), indexing="ij")
         image = np.zeros(matrix.size, np.int64)
-        image[host.row_image_offset(head_dim, rows, columns)] = matrix
-        images.append(image[tensor_core_swizzle(rows * head_dim + columns, head_dim)])
+        image[host.row_image_offset(head_dim, len(matrix), rows, columns)] = matrix
+        tile = columns // width * matrix.shape[0] * width
+        images.append(image[tile + tensor_core_swizzle(rows * width + columns % width, width)])
     np.testing.assert_array_equal(images[0] @ images[1].T, q @ k.T)
 
 

@@ -66,7 +66,7 @@ def test_kernels_match_the_model(host, case):
     quantize_data.check(case, results, model_of(case, inputs), exact=False)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_images_multiply_to_the_logits(host, head_dim):
     """Read back through the layout functions, q . k is the factor times the true product."""
     case = Case(seqlen_q=70, seqlen_k=200, head_dim=head_dim, batch=1, num_heads_kv=1, group_size=2)
@@ -74,19 +74,20 @@ def test_images_multiply_to_the_logits(host, head_dim):
     results = run_on_host(host, case, q, k, v, factor, v_factor)
     dtype = ml_dtypes.float8_e4m3fn
 
-    def read_rows(codes):
+    def read_rows(codes, group):
         rows, columns = np.meshgrid(*map(np.arange, codes.shape), indexing="ij")
         return (
-            codes.reshape(-1)[host.row_image_offset(head_dim, rows, columns)]
+            codes.reshape(-1)[host.row_image_offset(head_dim, group, rows, columns)]
             .view(dtype)
             .astype(float)
         )
 
     k_rows = (
-        read_rows(results["k_image"][0, 0]) * np.repeat(results["k_descale"][0, 0], 128)[:, None]
+        read_rows(results["k_image"][0, 0], 128)
+        * np.repeat(results["k_descale"][0, 0], 128)[:, None]
     )
     for head in range(2):
-        q_rows = read_rows(results["q_image"][0, head]) * results["q_descale"][0, head][:, None]
+        q_rows = read_rows(results["q_image"][0, head], 64) * results["q_descale"][0, head][:, None]
         logits = (q_rows @ k_rows.T + results["q_shift"][0, head][:, None])[:70, :200]
         exact = factor[0, 0] * q[0, :, head].astype(float) @ k[0, :, 0].astype(float).T
         # e4m3 rounds by 2.65 % rms, twice
@@ -143,15 +144,18 @@ FLOATS = np.concatenate(
 ).astype(np.float32)
 
 
-def test_operand_exponent(host):
+@pytest.mark.parametrize(("head_dim", "limit"), [(64, 16), (128, 16), (256, 8)])
+def test_operand_exponent(host, head_dim, limit):
     amax = np.abs(FLOATS)
-    exponent = host.operand_exponent(amax)
-    np.testing.assert_array_equal(exponent, image_model.operand_exponent(amax))
+    exponent = host.operand_exponent(amax, head_dim)
+    np.testing.assert_array_equal(exponent, image_model.operand_exponent(amax, head_dim))
     scaled = np.ldexp(amax.astype(np.float64), -exponent)
-    inside = (scaled >= 8) & (scaled < 16)
+    inside = (scaled >= limit / 2) & (scaled < limit)
     assert inside[amax >= 2.0**-122].all()
-    assert (scaled < 16).all()
-    assert host.operand_exponent(0.0) == 0
+    assert (scaled < limit).all()
+    assert host.operand_range(head_dim) == limit
+    assert limit**2 * head_dim < 65504  # scores fit float16
+    assert host.operand_exponent(0.0, head_dim) == 0
     np.testing.assert_array_equal(host.power_of_two(exponent), np.ldexp(np.float32(1), exponent))
 
 
@@ -218,7 +222,7 @@ def test_signs(host):
 
 
 def test_rotated_positions(host):
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         positions = host.rotated_position(head_dim, np.arange(head_dim))
         order = image_model.rotated_order(head_dim)
         np.testing.assert_array_equal(order[positions], np.arange(head_dim))

@@ -49,8 +49,9 @@ def test_tile_order_is_a_bijection(host, q_blocks, heads, batch, section, longes
     for start in range(first * q_blocks, len(tiles), section * q_blocks):
         heads_here = {tile[1:] for tile in tiles[start : start + section * q_blocks]}
         assert len(heads_here) == section
-        assert sorted(ranks[start : start + section * q_blocks], reverse=longest_first) == (
-            ranks[start : start + section * q_blocks]
+        assert (
+            sorted(ranks[start : start + section * q_blocks], reverse=longest_first)
+            == (ranks[start : start + section * q_blocks])
         )
 
 

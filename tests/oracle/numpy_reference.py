@@ -208,9 +208,10 @@ def cast(x: Array, format_name: str) -> Array:
     return np.clip(x, -limit, limit).astype(dtype).astype(np.float32)
 
 
-def power_of_two(amax: float) -> float:
-    """2^e with amax / 2^e in [8, 16)."""
-    return 1.0 if amax == 0 else float(2.0 ** (np.floor(np.log2(np.float64(amax))) - 3))
+def power_of_two(amax: float, head_dim: int) -> float:
+    """2^e with amax / 2^e in [8, 16), or in [4, 8) beyond head_dim 128."""
+    places = 3 if head_dim <= 128 else 2
+    return 1.0 if amax == 0 else float(2.0 ** (np.floor(np.log2(np.float64(amax))) - places))
 
 
 def quantize(
@@ -253,7 +254,7 @@ def quantize(
             if query.dtype not in FLOAT8:
                 y = butterfly(y) * (factor[ib, ik] / d) if rotate else y * factor[ib, ik]
             for i in range(sq):
-                step = power_of_two(np.abs(y[i]).max())
+                step = power_of_two(np.abs(y[i]).max(), d)
                 q_out[ib, i, ih] = cast(y[i] / np.float32(step), format_name)
                 q_descale[ib, ih, i] = step * (factor[ib, ik] if query.dtype in FLOAT8 else 1.0)
             q_shift[ib, ih] = (q[ib, :, ih].astype(np.float64) * factor[ib, ik]) @ k_mean
@@ -261,7 +262,7 @@ def quantize(
         y = butterfly(y) if rotate else y
         for start in range(0, sk, 128):
             granule = slice(start, start + 128)
-            step = power_of_two(np.abs(y[granule]).max())
+            step = power_of_two(np.abs(y[granule]).max(), d)
             k_out[ib, granule, ik] = cast(y[granule] / np.float32(step), format_name)
             k_descale[ib, ik, granule] = step
         y = v[ib, :, ik] - v_mean[ib, ik]

@@ -30,7 +30,7 @@ KERNELS = [
         "softmax": softmax,
     }
     for dtype in ("e4m3", "e5m2")
-    for head_dim in (64, 128)
+    for head_dim in (64, 128, 256)
     for softmax in ("exact", "linear")
 ]
 
@@ -43,7 +43,7 @@ def structs(head_dim: int = 64, dtype: Any = jnp.bfloat16, head_dim_v: int | Non
 
 
 UNSERVED = [
-    ({}, {"head_dim": 96}, "head_dim 96 is not served by the kernels .64 and 128 are"),
+    ({}, {"head_dim": 96}, "head_dim 96 is not served by the kernels .64, 128 and 256 are"),
     ({}, {"head_dim_v": 32}, "a head_dim of value that differs.*32 and 64"),
     ({}, {"dtype": jnp.float32}, "float32 inputs are not served.*cast to bfloat16"),
     ({"window_size": (3, 0)}, {}, r"window_size=\(3, 0\) is not served"),
