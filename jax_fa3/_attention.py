@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -191,6 +191,7 @@ def attention(
     )
 
 
+@_compat.any_rank
 def run(
     function: str,
     query: Any,
@@ -201,22 +202,27 @@ def run(
     static: dict[str, Any],
     return_logsumexp: bool,
     implementation: Literal["cuda", "xla"] | None,
+    spelled: Mapping[str, str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`attention` under another public name: arrays are its array options, static the others."""
+    """`attention` under another public name: arrays are its array options, static the others.
+
+    spelled: that function's own names for some of them.
+    """
     options = {
         **arrays,
         **static,
         "return_logsumexp": return_logsumexp,
         "implementation": implementation,
     }
-    config, plan = _explain.plan_of(function, query, key, value, **options)
+    config, plan = _explain.plan_of(function, query, key, value, spelled=spelled, **options)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     main = {"query": query, "key": key, "value": value}
     only_cuda = implementation == "cuda"
     for name, x in main.items():
         _check_placement(function, name, x, only_cuda)
         main[name] = _refuse_float8_gradient(function, name, x)
-    given = {**main, **{name: x for name, x in arrays.items() if x is not None}}
+    arrays = {name: _fold.as_operand(name, x) for name, x in arrays.items() if x is not None}
+    given = {**main, **arrays}
     core = _core(function, config, plan.path, only_cuda)
     out, logsumexp = _over_leading(given, query.ndim - 3, core)
     return (out, logsumexp) if return_logsumexp else out

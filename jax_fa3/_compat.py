@@ -7,10 +7,11 @@ other file looks at ``jax.__version__`` or imports a private name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -28,6 +29,9 @@ from jax.experimental.custom_partitioning import (
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def runtime_ffi_version() -> tuple[int, int] | None:
@@ -148,6 +152,17 @@ def named_residual(x: jax.Array, name: str) -> jax.Array:
     """x under a name that remat policies know."""
     named: jax.Array = checkpoint_name(x, name)  # type: ignore[no-untyped-call, unused-ignore]
     return named
+
+
+def any_rank(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """fn, free to broadcast whatever jax_numpy_rank_promotion its caller chose."""
+
+    @functools.wraps(fn)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with jax.numpy_rank_promotion("allow"):
+            return fn(*args, **kwargs)
+
+    return wrapped
 
 
 def linear_identity(name: str, on_use: Callable[..., Any]) -> Primitive:

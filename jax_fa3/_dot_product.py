@@ -12,6 +12,13 @@ from jax_fa3 import _attention, _option_checks
 from jax_fa3._quantize import Quantization
 
 _NAME = "dot_product_attention"
+# Arguments of `attention` that have other names here.
+_SPELLED = {
+    "softmax_scale": "scale",
+    "query_seqlens": "query_seq_lengths",
+    "key_seqlens": "key_value_seq_lengths",
+    "window_size": "local_window_size",
+}
 
 
 class DotProductOptions(TypedDict, total=False):
@@ -106,6 +113,8 @@ def dot_product_attention(
             '"cuda" is the kernel of this package; jax.nn.dot_product_attention reaches cuDNN.'
         )
     _option_checks.check_flag(_NAME, "return_residual", return_residual)
+    for argument, x in {"query": query, "key": key, "value": value}.items():
+        _option_checks.check_convertible(_NAME, argument, x)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     if query.ndim not in (3, 4):
         raise ValueError(
@@ -124,10 +133,10 @@ def dot_product_attention(
         value,
         arrays={
             "softmax_scale": scale,
-            "query_seqlens": _lengths(query_seq_lengths, query.ndim),
-            "key_seqlens": _lengths(key_value_seq_lengths, query.ndim),
-            "mask": _dense(mask, query.ndim),
-            "bias": _dense(bias, query.ndim),
+            "query_seqlens": _lengths("query_seq_lengths", query_seq_lengths, query.ndim),
+            "key_seqlens": _lengths("key_value_seq_lengths", key_value_seq_lengths, query.ndim),
+            "mask": _dense("mask", mask, query.ndim),
+            "bias": _dense("bias", bias, query.ndim),
         },
         static={
             "is_causal": is_causal,
@@ -138,6 +147,7 @@ def dot_product_attention(
         },
         return_logsumexp=True,
         implementation=implementation,
+        spelled=_SPELLED,
     )
     out, logsumexp = result
     if not return_residual:
@@ -146,17 +156,20 @@ def dot_product_attention(
     return out, jax.lax.stop_gradient(residual)
 
 
-def _lengths(lengths: Any, rank: int) -> Any:
+def _lengths(argument: str, lengths: Any, rank: int) -> Any:
     """jax.nn wants [1] with rank-3 inputs; `attention` wants a scalar there."""
     if lengths is None:
         return None
-    lengths = jnp.asarray(lengths)
+    _option_checks.check_convertible(_NAME, argument, lengths)
+    if not isinstance(lengths, jax.Array):
+        lengths = np.asarray(lengths)  # jnp would wrap what int32 cannot hold
     return lengths.reshape(()) if rank == 3 and lengths.shape == (1,) else lengths
 
 
-def _dense(array: Any, rank: int) -> Any:
+def _dense(argument: str, array: Any, rank: int) -> Any:
     """With rank-3 inputs a mask or bias may still have a batch axis of 1."""
     if array is None:
         return None
+    _option_checks.check_convertible(_NAME, argument, array)
     array = jnp.asarray(array)
     return array[0] if rank == 3 and array.ndim == 4 and array.shape[0] == 1 else array

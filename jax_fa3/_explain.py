@@ -73,17 +73,19 @@ def plan(
     dtypes: Mapping[str, Any],
     given: Iterable[str],
     implementation: Literal["cuda", "xla"] | None,
+    spelled: Mapping[str, str] | None = None,
 ) -> Plan:
     """Chooses the path of one request.
 
     Args:
       dtypes: of query, key and value.
       given: names of the optional operands that were passed.
+      spelled: the function's own names for some of attention's arguments.
     Raises (only for implementation="cuda"):
       NotImplementedError: no kernel serves the request.
       RuntimeError: a kernel does, but it cannot run in this installation or on these devices.
     """
-    unserved = _unserved(dims, config, dtypes, given)
+    unserved = _unserved(dims, config, dtypes, given, spelled or {})
     missing = missing_reason()
     if implementation == "cuda":
         if unserved is not None:
@@ -149,7 +151,11 @@ def missing_reason() -> str | None:
 
 
 def _unserved(
-    dims: Dims, config: Config, dtypes: Mapping[str, Any], given: Iterable[str]
+    dims: Dims,
+    config: Config,
+    dtypes: Mapping[str, Any],
+    given: Iterable[str],
+    spelled: Mapping[str, str],
 ) -> str | None:
     """The first rule of the kernels that the request breaks, with the value received."""
     names = {str(dtype) for dtype in dtypes.values()}
@@ -163,12 +169,13 @@ def _unserved(
             f"({dims.head_dim_v} and {dims.head_dim})"
         )
     if config.window_size is not None:
-        return f"window_size={config.window_size} is not served by the kernels"
+        window = spelled.get("window_size", "window_size")
+        return f"{window}={config.window_size} is not served by the kernels"
     if config.logits_soft_cap is not None:
         return f"logits_soft_cap={config.logits_soft_cap} is not served by the kernels"
     for name in given:
         if name in _UNSERVED_OPERANDS:
-            return f"{name} is not served by the kernels"
+            return f"{spelled.get(name, name)} is not served by the kernels"
     if config.precision == "native":
         if any(name.startswith("float8") for name in names):
             return 'float8 inputs with precision="native" are not served by the kernels'
@@ -237,16 +244,26 @@ def explain(query: Any, key: Any, value: Any, **options: Any) -> Plan:
     return plan_of("attention", query, key, value, **options)[1]
 
 
-def plan_of(function: str, query: Any, key: Any, value: Any, **options: Any) -> tuple[Config, Plan]:
+def plan_of(
+    function: str,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    spelled: Mapping[str, str] | None = None,
+    **options: Any,
+) -> tuple[Config, Plan]:
     """Checks the arguments of the public function of that name; its static options and its plan."""
-    dims, config = _shapes.check_attention(function, query, key, value, **options)
+    dims, config = _shapes.check_attention(function, query, key, value, spelled=spelled, **options)
     dtypes = {"query": query.dtype, "key": key.dtype, "value": value.dtype}
     given = [name for name in _UNSERVED_OPERANDS if options.get(name) is not None]
-    return config, plan(function, dims, config, dtypes, given, options.get("implementation"))
+    implementation = options.get("implementation")
+    return config, plan(function, dims, config, dtypes, given, implementation, spelled)
 
 
 _KEYWORDS = set(inspect.signature(_shapes.check_attention).parameters) - {
     "function_name",
+    "spelled",
     "query",
     "key",
     "value",

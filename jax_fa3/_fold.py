@@ -56,6 +56,16 @@ def fold_operands(
     )
 
 
+def as_operand(name: str, x: Any) -> Any:
+    """x, with what counts and numbers tokens cut to int32: a length beyond it means all of them."""
+    if not name.endswith(("seqlens", "segment_ids")):
+        return x
+    info = np.iinfo(x.dtype)
+    low, high = max(info.min, -(2**31)), min(info.max, 2**31 - 1)
+    module: Any = np if isinstance(x, (np.ndarray, np.generic)) else jnp
+    return module.clip(x, low, high).astype(np.int32)
+
+
 def unfold(folded: jax.Array, leading: tuple[int, ...]) -> jax.Array:
     """[batch, ...] back to [*leading, ...]; leading () drops the axis of size 1."""
     unfolded: jax.Array = folded.reshape(*leading, *folded.shape[1:])

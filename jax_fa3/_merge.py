@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3._option_checks import is_floating, show
+from jax_fa3 import _compat
+from jax_fa3._option_checks import dtype_of, is_floating, show
 
 
+@_compat.any_rank
 def merge_attention(outs: Sequence[Any], logsumexps: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
     """Joins partial results over disjoint key sets into the result over all their keys.
 
@@ -28,7 +30,7 @@ def merge_attention(outs: Sequence[Any], logsumexps: Sequence[Any]) -> tuple[jax
       ValueError: number or shapes of the parts do not fit together.
       TypeError: a part is no array, or of the wrong dtype.
     """
-    outs, logsumexps = tuple(outs), tuple(logsumexps)
+    outs, logsumexps = _parts("outs", outs), _parts("logsumexps", logsumexps)
     _check(outs, logsumexps)
     stacked = jnp.stack([jnp.asarray(part, jnp.float32) for part in logsumexps])
     largest = jax.lax.stop_gradient(jnp.max(stacked, axis=0))
@@ -50,6 +52,14 @@ def merge_attention(outs: Sequence[Any], logsumexps: Sequence[Any]) -> tuple[jax
     return out.astype(outs[0].dtype), logsumexp
 
 
+def _parts(argument: str, given: Any) -> tuple[Any, ...]:
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"merge_attention: {argument} must be a sequence of arrays; got {type(given).__name__}."
+        )
+    return tuple(given)
+
+
 def _check(outs: tuple[Any, ...], logsumexps: tuple[Any, ...]) -> None:
     name = "merge_attention"
     if len(outs) == 0:
@@ -64,6 +74,7 @@ def _check(outs: tuple[Any, ...], logsumexps: tuple[Any, ...]) -> None:
     for argument, array in named:
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise TypeError(f"{name}: {argument} must be an array; got {type(array).__name__}.")
+        dtype_of(name, argument, array)
     first = outs[0]
     if len(first.shape) < 3:
         raise ValueError(

@@ -41,13 +41,63 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 
 
+# Factors on the logits meet log2(e) in float32: below this, no product overflows.
+LARGEST_NUMBER = 2e38
+
+
+def dtype_of(name: str, argument: str, value: Any) -> np.dtype[Any]:
+    """The dtype of an array; typed PRNG keys have none that numpy knows."""
+    try:
+        dtype: np.dtype[Any] = np.dtype(value.dtype)
+    except TypeError:
+        raise TypeError(
+            f"{name}: {argument} must be an array of numbers; got {value.dtype}."
+        ) from None
+    return dtype
+
+
+def check_size(name: str, argument: str, value: Any) -> None:
+    """Refuses a number known at trace time that is not finite or too large for float32."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if not is_number(value):
+        return
+    if value != value or value in (math.inf, -math.inf):
+        raise ValueError(f"{name}: {argument} must be finite; got {value!r}.")
+    if not -LARGEST_NUMBER < value < LARGEST_NUMBER:
+        raise ValueError(
+            f"{name}: {argument} must be below {LARGEST_NUMBER:g} in magnitude; got"
+            f" {_number(value)}."
+        )
+
+
+def _number(value: Any) -> str:
+    """A number as messages print it; Python's ints have no limit."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
+    return repr(value)
+
+
+def check_convertible(name: str, argument: str, value: Any) -> None:
+    """Accepts what jnp.asarray makes an array of numbers of: arrays and nested lists."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        dtype_of(name, argument, value)
+        return
+    try:
+        kind = np.asarray(value).dtype.kind
+    except ValueError:  # lists of different lengths
+        kind = "O"
+    if kind not in "biuf":
+        raise TypeError(f"{name}: {argument} must be an array; got {type(value).__name__}.")
+
+
 def shape_and_dtype(name: str, argument: str, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype of an array, a ShapeDtypeStruct or a Python number.
 
     Raises: TypeError for anything else.
     """
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return tuple(value.shape), np.dtype(value.dtype)
+        return tuple(value.shape), dtype_of(name, argument, value)
     if is_number(value):
         kind = np.int32 if isinstance(value, numbers.Integral) else np.float32
         return (), np.dtype(kind)
@@ -59,7 +109,7 @@ def check_scalar(name: str, argument: str, value: Any) -> None:
     if value is None:
         return
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        dtype = np.dtype(value.dtype)
+        dtype = dtype_of(name, argument, value)
         if not (np.issubdtype(dtype, np.integer) or is_floating(dtype)):
             raise TypeError(f"{name}: {argument} must be a real number; got {describe(value)}.")
         if tuple(value.shape) != ():
@@ -68,8 +118,7 @@ def check_scalar(name: str, argument: str, value: Any) -> None:
             )
     elif not is_number(value):
         raise TypeError(f"{name}: {argument} must be a real number; got {value!r}.")
-    if is_number(value) and not math.isfinite(value):
-        raise ValueError(f"{name}: {argument} must be finite; got {value!r}.")
+    check_size(name, argument, value)
 
 
 def check_flag(name: str, argument: str, value: Any) -> bool:
@@ -89,26 +138,26 @@ def check_choice(name: str, argument: str, value: Any, choices: tuple[Any, ...])
     return value
 
 
-def check_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
-    """Normalises window_size to a tuple of ints or Nones; (None, None) is no window."""
+def check_window(name: str, argument: str, value: Any) -> tuple[int | None, int | None] | None:
+    """Normalises a window to a tuple of ints or Nones; (None, None) is no window."""
     if value is None:
         return None
     rule = "must be None or a pair (left, right) of non-negative ints or None"
     pair = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(pair, (tuple, list)):
-        raise TypeError(f"{name}: window_size {rule}; got {describe(value)}.")
+        raise TypeError(f"{name}: {argument} {rule}; got {describe(value)}.")
     if len(pair) != 2:
-        raise ValueError(f"{name}: window_size {rule}; got {value!r}.")
+        raise ValueError(f"{name}: {argument} {rule}; got {value!r}.")
     sides: list[int | None] = []
     for side in pair:
         if side is None:
             sides.append(None)
             continue
         if isinstance(side, (bool, np.bool_)) or not isinstance(side, numbers.Integral):
-            raise TypeError(f"{name}: window_size {rule}; got {value!r}.")
+            raise TypeError(f"{name}: {argument} {rule}; got {value!r}.")
         if side < 0:
             raise ValueError(
-                f"{name}: window_size {rule}; got {tuple(pair)!r}. None leaves a side open."
+                f"{name}: {argument} {rule}; got {tuple(pair)!r}. None leaves a side open."
             )
         sides.append(int(side))
     if sides == [None, None]:
@@ -125,6 +174,7 @@ def check_soft_cap(name: str, value: Any) -> float | None:
             f"{name}: logits_soft_cap must be a number known at trace time or None; got"
             f" {describe(value)}."
         )
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}: logits_soft_cap must be positive and finite; got {value!r}.")
+    check_size(name, "logits_soft_cap", value)
+    if np.float32(value) <= 0:
+        raise ValueError(f"{name}: logits_soft_cap must be positive in float32; got {value!r}.")
     return float(value)

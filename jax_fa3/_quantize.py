@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jax_fa3 import _option_checks
+
 QueryGranularity = Literal["row", "block", "head", "tensor"]
 KeyGranularity = Literal["row", "block", "head", "tensor"]
 ValueGranularity = Literal["channel", "head", "tensor"]
@@ -191,12 +193,14 @@ def dequantize(quantized: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Arra
       dtype: of the result; the product is float32.
     Returns: an array of the shape of quantized.values.
     Raises:
-      TypeError: quantized is no QuantizedTensor.
+      TypeError: quantized is no QuantizedTensor or holds no arrays, or dtype is no float.
+      ValueError: descale has not the shape that granularity asks for.
     """
     if not isinstance(quantized, QuantizedTensor):
         raise TypeError(
             f"dequantize: quantized must be a QuantizedTensor; got {type(quantized).__name__}."
         )
+    dtype = _check_dequantize(quantized, dtype)
     values, descale = quantized.values, quantized.descale
     heads = values.shape[-2]
     if quantized.granularity == "tensor":
@@ -258,11 +262,48 @@ def range_factors(amax: jax.Array, limit: float) -> tuple[jax.Array, jax.Array]:
     return jnp.where(nonzero, descale, 1.0), jnp.where(nonzero, limit / safe, 1.0)
 
 
+def _check_dequantize(quantized: QuantizedTensor, dtype: Any) -> Any:
+    """The dtype of the result; the parts of a tensor made by hand may not fit together."""
+    shape, _ = _option_checks.shape_and_dtype("dequantize", "values", quantized.values)
+    given, _ = _option_checks.shape_and_dtype("dequantize", "descale", quantized.descale)
+    if len(shape) < 3:
+        raise ValueError(
+            "dequantize: values must have shape [..., seqlen, num_heads, head_dim] (rank 3 or"
+            f" more); got {_option_checks.show(shape)}."
+        )
+    *lead, _, heads, dim = shape
+    fits = {
+        "tensor": given == shape[: min(len(given), len(lead))],
+        "head": given[:-1] == tuple(lead) and given != () and heads % max(given[-1], 1) == 0,
+        "row": given == shape[:-1],
+        "channel": given == (*lead, heads, dim),
+    }
+    _check_granularity("dequantize", quantized.granularity)
+    if not fits[quantized.granularity]:
+        raise ValueError(
+            f'dequantize: descale must have the shape that granularity "{quantized.granularity}"'
+            f" asks for with values {_option_checks.show(shape)}; got {_option_checks.show(given)}."
+        )
+    try:
+        found = np.dtype(object if dtype is None else dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if not _option_checks.is_floating(found):
+        raise TypeError(f"dequantize: dtype must be a float; got {dtype!r}.")
+    return found
+
+
+def _check_granularity(function: str, granularity: Any) -> None:
+    if granularity not in get_args(Granularity):
+        listed = " or ".join(f'"{g}"' for g in get_args(Granularity))
+        raise ValueError(f"{function}: granularity must be {listed}; got {granularity!r}.")
+
+
 def _check_quantize(x: Any, granularity: Any, dtype: Any, num_heads_kv: Any) -> str:
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
         raise TypeError(f"quantize: x must be an array; got {type(x).__name__}.")
     wide = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
-    if np.dtype(x.dtype) not in wide:
+    if _option_checks.dtype_of("quantize", "x", x) not in wide:
         raise TypeError(f"quantize: x must be bfloat16, float16 or float32; got {x.dtype}.")
     shape = "[" + ", ".join(map(str, x.shape)) + "]"
     if len(x.shape) < 3:
@@ -270,16 +311,18 @@ def _check_quantize(x: Any, granularity: Any, dtype: Any, num_heads_kv: Any) -> 
             "quantize: x must have shape [..., seqlen, num_heads, head_dim] (rank 3 or more);"
             f" got {shape}."
         )
-    if granularity not in get_args(Granularity):
-        listed = " or ".join(f'"{g}"' for g in get_args(Granularity))
-        raise ValueError(f"quantize: granularity must be {listed}; got {granularity!r}.")
+    if x.shape[-2] == 0 or x.shape[-1] == 0:
+        what = "num_heads" if x.shape[-2] == 0 else "head_dim"
+        raise ValueError(f"quantize: x must have a {what} of at least 1; got {shape}.")
+    _check_granularity("quantize", granularity)
     if num_heads_kv is not None:
         if granularity != "head":
             raise ValueError(
                 'quantize: num_heads_kv must be None unless granularity is "head"; got'
                 f" {num_heads_kv!r}."
             )
-        if not isinstance(num_heads_kv, int) or num_heads_kv < 1 or x.shape[-2] % num_heads_kv:
+        is_int = isinstance(num_heads_kv, (int, np.integer)) and not isinstance(num_heads_kv, bool)
+        if not is_int or num_heads_kv < 1 or x.shape[-2] % num_heads_kv:
             raise ValueError(
                 f"quantize: num_heads_kv must divide num_heads = {x.shape[-2]}; got"
                 f" {num_heads_kv!r}."

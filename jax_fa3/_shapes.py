@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -133,6 +132,7 @@ def check_attention(
     return_logsumexp: Any = False,
     deterministic: Any = False,
     implementation: Any = None,
+    spelled: Mapping[str, str] | None = None,
 ) -> tuple[Dims, Config]:
     """Checks everything a caller of attention can get wrong, from shapes and dtypes alone.
 
@@ -140,16 +140,18 @@ def check_attention(
       function_name: the public function, first word of every message.
       query, key, value: arrays or ShapeDtypeStructs as the user gave them, rank 3 or more.
       the rest: the options of `jax_fa3.attention`, as the user gave them.
+      spelled: names of that function's own for some of them, for the messages.
     Returns: the sizes with all leading axes folded into one, and the normalised static options.
     Raises:
       ValueError: inputs contradict each other.   TypeError: wrong dtype or kind.
       NotImplementedError: valid, but served by no path.
     """
     name = function_name
+    own = dict(spelled or {})
     dims = _check_shapes(name, query, key, value)
     _check_dtypes(name, query, key, value)
     leading = leading_axes(query)
-    options.check_scalar(name, "softmax_scale", softmax_scale)
+    options.check_scalar(name, own.get("softmax_scale", "softmax_scale"), softmax_scale)
     checked_precision = options.check_choice(name, "precision", precision, ("fp8", "native"))
     checked_quantization = _check_quantization(name, quantization, precision, query, key)
     options.check_flag(name, "return_logsumexp", return_logsumexp)
@@ -162,8 +164,8 @@ def check_attention(
         {
             "query_segment_ids": (query_segment_ids, (*leading, dims.seqlen_q)),
             "key_segment_ids": (key_segment_ids, (*leading, dims.seqlen_k)),
-            "query_seqlens": (query_seqlens, leading),
-            "key_seqlens": (key_seqlens, leading),
+            own.get("query_seqlens", "query_seqlens"): (query_seqlens, leading),
+            own.get("key_seqlens", "key_seqlens"): (key_seqlens, leading),
         },
     )
     if (query_segment_ids is None) != (key_segment_ids is None):
@@ -179,7 +181,7 @@ def check_attention(
         causal_alignment=options.check_choice(
             name, "causal_alignment", causal_alignment, ("bottom_right", "top_left")
         ),
-        window_size=options.check_window(name, window_size),
+        window_size=options.check_window(name, own.get("window_size", "window_size"), window_size),
         logits_soft_cap=options.check_soft_cap(name, logits_soft_cap),
         precision=checked_precision,
         quantization=checked_quantization,
@@ -193,6 +195,8 @@ def _check_shapes(name: str, query: Any, key: Any, value: Any) -> Dims:
     for operand, array in {"query": query, "key": key, "value": value}.items():
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise TypeError(f"{name}: {operand} must be an array; got {type(array).__name__}.")
+        options.dtype_of(name, operand, array)
+        _check_known_sizes(name, operand, array)
     if len(query.shape) < 3:
         raise ValueError(
             f"{name}: query must have shape [..., seqlen_q, num_heads_q, head_dim] (rank 3 or"
@@ -229,6 +233,17 @@ def _check_shapes(name: str, query: Any, key: Any, value: Any) -> Dims:
         )
     batch = math.prod(leading)
     return Dims(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, value.shape[-1])
+
+
+def _check_known_sizes(name: str, operand: str, array: Any) -> None:
+    """Batch and heads may be symbolic (`jax.export`); the loop over blocks needs the others."""
+    shape = tuple(array.shape)
+    for axis, what in ((-3, "seqlen"), (-1, "head_dim")):
+        if len(shape) >= 3 and not isinstance(shape[axis], (int, np.integer)):
+            raise NotImplementedError(
+                f"{name}: {operand} must have a {what} known at trace time (only batch and heads"
+                f" may be symbolic); got {options.show(shape)}."
+            )
 
 
 def _check_dtypes(name: str, query: Any, key: Any, value: Any) -> None:
@@ -311,8 +326,10 @@ def _check_descale(
             f" {options.show(full)} or [{num_heads_kv}]; got None."
         )
     shape, dtype = options.shape_and_dtype(name, argument, descale)
-    is_number = isinstance(descale, numbers.Real) and not isinstance(descale, (bool, np.bool_))
-    if not is_number and (not options.is_floating(dtype) or dtype in FLOAT8_DTYPES):
+    options.check_size(name, argument, descale)
+    if not options.is_number(descale) and (
+        not options.is_floating(dtype) or dtype in FLOAT8_DTYPES
+    ):
         raise TypeError(f"{name}: {argument} must be float32; got {dtype}.")
     if shape not in ((), full, (num_heads_kv,)):
         raise ValueError(
@@ -328,12 +345,18 @@ def _check_integers(name: str, arguments: Mapping[str, tuple[Any, tuple[int, ...
         shape, dtype = options.shape_and_dtype(name, argument, array)
         if not np.issubdtype(dtype, np.integer):
             raise TypeError(f"{name}: {argument} must be int32; got {dtype}.")
+        is_ids = argument.endswith("ids")
         if shape != rule:
-            what = "batch axes of query" if argument.endswith("lens") else "batch and seqlen"
+            what = "batch and seqlen" if is_ids else "batch axes of query"
             raise ValueError(
                 f"{name}: {argument} must have shape {options.show(rule)} ({what}); got"
                 f" {options.show(shape)}."
             )
+        # Ids beyond int32 would meet others when cut; lengths beyond it only mean "all".
+        if is_ids and isinstance(array, np.ndarray) and array.size:
+            largest = max(int(array.max()), -int(array.min()) - 1)
+            if largest > np.iinfo(np.int32).max:
+                raise ValueError(f"{name}: {argument} must fit int32; got {largest}.")
 
 
 def _check_sinks(name: str, sinks: Any, num_heads_q: int) -> None:

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _attention, _option_checks
+from jax_fa3 import _attention, _compat, _option_checks
 from jax_fa3._quantize import Quantization
 
 _NAME = "attention_varlen"
 
 
+@_compat.any_rank
 def attention_varlen(
     query: Any,
     key: Any,
@@ -68,6 +69,8 @@ def attention_varlen(
             f'{_NAME}: packed sequences are not served by the kernels; got implementation="cuda". '
             'Pass implementation="xla" or None.'
         )
+    for argument, x in {"query": query, "key": key, "value": value}.items():
+        _option_checks.check_convertible(_NAME, argument, x)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     for argument, x in {"query": query, "key": key, "value": value}.items():
         if x.ndim != 3:
@@ -75,6 +78,11 @@ def attention_varlen(
                 f"{_NAME}: {argument} must have shape [total, num_heads, head_dim]; "
                 f"got {list(x.shape)}."
             )
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{_NAME}: key must have shape [total_k, num_heads_kv, {query.shape[2]}] (head_dim of "
+            f"query); got {list(key.shape)}."
+        )
     if value.shape[:2] != key.shape[:2]:
         raise ValueError(
             f"{_NAME}: value must have shape [{key.shape[0]}, {key.shape[1]}, head_dim_v] (all but "
@@ -139,21 +147,21 @@ def _lengths(
     argument: str, cu_seqlens: Any, total: int, limit_name: str, limit: int
 ) -> tuple[jax.Array, jax.Array]:
     """Start and length of every sequence, int32 [num_sequences]."""
-    bounds = jnp.asarray(cu_seqlens)
+    _option_checks.check_convertible(_NAME, argument, cu_seqlens)
+    is_known = not isinstance(cu_seqlens, jax.core.Tracer)
+    # Known bounds are checked before int32 could wrap them.
+    bounds = np.asarray(cu_seqlens) if is_known else cu_seqlens
     if not jnp.issubdtype(bounds.dtype, jnp.integer):
         raise TypeError(f"{_NAME}: {argument} must be int32; got {bounds.dtype}.")
     if bounds.ndim != 1 or bounds.shape[0] == 0:
         raise ValueError(
             f"{_NAME}: {argument} must have shape [num_sequences + 1]; got {list(bounds.shape)}."
         )
-    bounds = bounds.astype(jnp.int32)
-    lengths = bounds[1:] - bounds[:-1]
-    if not isinstance(lengths, jax.core.Tracer) and lengths.size:
-        known = np.asarray(lengths)
+    if is_known and bounds.size > 1:
+        wide = bounds.astype(object)  # Python's ints: differences of unsigned ones may be negative
+        known = wide[1:] - wide[:-1]
         if known.min() < 0 or int(bounds[0]) != 0:
-            raise ValueError(
-                f"{_NAME}: {argument} must start at 0 and not decrease; got {np.asarray(bounds)}."
-            )
+            raise ValueError(f"{_NAME}: {argument} must start at 0 and not decrease; got {bounds}.")
         if int(bounds[-1]) > total:
             raise ValueError(
                 f"{_NAME}: {argument} must end at or before the {total} packed rows; "
@@ -164,7 +172,8 @@ def _lengths(
                 f"{_NAME}: {limit_name} must be at least the longest sequence ({known.max()}); "
                 f"got {limit}."
             )
-    return bounds[:-1], lengths
+    narrow: jax.Array = jnp.asarray(bounds.astype(np.int32))
+    return narrow[:-1], narrow[1:] - narrow[:-1]
 
 
 def _unpack(packed: jax.Array, starts: jax.Array, length: int) -> jax.Array:

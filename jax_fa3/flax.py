@@ -183,7 +183,10 @@ def _attend(request: _Request, options: dict[str, Any]) -> jax.Array:
     if mask is not None and query.ndim >= 3 and query.shape[-3] == 1:
         # Row 0 stands at cache_index, which only the mask knows, not at the first or last key.
         static["is_causal"] = False
-        if checks.check_window(request.function, static.get("window_size")) is not None:
+        if (
+            checks.check_window(request.function, "window_size", static.get("window_size"))
+            is not None
+        ):
             raise NotImplementedError(
                 f"{request.function}: window_size must be None for one query row with a mask (a "
                 "step of cached decoding, whose position is not known here); got "
