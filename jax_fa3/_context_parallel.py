@@ -14,23 +14,18 @@ for j > i. So every device computes the same two blocks per step and no work is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _attention, _compat, _option_checks, _shapes
-from jax_fa3._merge import merge_attention
+from jax_fa3 import _attention, _compat, _option_checks, _ring, _shapes
 from jax_fa3._option_checks import show
 from jax_fa3._quantize import Quantization
+from jax_fa3._ring import Local, Partial, Shards
 
 _NAME = "context_parallel_attention"
-
-Partial = tuple[jax.Array, jax.Array]  # out [batch, rows, heads, head_dim_v], logsumexp
-Local = Callable[..., Partial]
-Shards = Iterator[tuple[jax.Array, jax.Array]]  # key and value of other devices, step by step
 
 
 def context_parallel_attention(
@@ -77,8 +72,9 @@ def context_parallel_attention(
       TypeError: wrong dtype or kind.
       NotImplementedError, RuntimeError: as `attention`, for the local call.
     Transformations: those of `attention`, inside or around shard_map, with its checks on or off.
-      The backward pass of "ring" keeps the shards it received, so its memory is that of
-      "all_gather"; gradients of key and value are added up in their own dtype.
+      The backward pass of "ring" sends the shards around again, so its memory stays that of one
+      shard; it computes every partial result a second time, and adds up gradients in float32.
+      Forward-mode differentiation needs another strategy (and implementation="xla").
     Numerics: partial results are merged in float32; each was rounded to query's dtype once. With
       precision="fp8" every local call quantises what it sees: scales and means are those of a
       shard (of half a shard for zigzag), not of the whole sequence, so "ring" and "all_gather"
@@ -86,7 +82,9 @@ def context_parallel_attention(
     Source: Ring Attention, arXiv:2310.01889; DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     for argument, x in {"query": query, "key": key, "value": value}.items():
-        if hasattr(x, "dtype") and hasattr(x, "shape") and _shapes.is_float8(x):
+        if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+            continue  # refused below
+        if _option_checks.dtype_of(_NAME, argument, x) in _shapes.FLOAT8_DTYPES:
             raise TypeError(
                 f"{_NAME}: {argument} must be bfloat16, float16 or float32; got {x.dtype}. Pass"
                 " 16-bit inputs, attention quantises them itself."
@@ -119,36 +117,42 @@ def context_parallel_attention(
         [query, key, value, jnp.asarray(softmax_scale, jnp.float32), index]
     )
 
-    def local(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool) -> Partial:
+    def local(
+        query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array, *, is_causal: bool
+    ) -> Partial:
         out, logsumexp = _attention.run(
             _NAME,
             query,
             key,
             value,
-            arrays={"softmax_scale": softmax_scale},
+            arrays={"softmax_scale": scale},
             static={"is_causal": is_causal, "precision": precision, "quantization": quantization},
             return_logsumexp=True,
             implementation=implementation,
         )
         return out, logsumexp
 
+    def wide(*operands: jax.Array, is_causal: bool) -> Partial:
+        out, logsumexp = local(*operands, is_causal=is_causal)
+        return out.astype(jnp.float32), logsumexp  # for merging
+
     zigzag = bool(is_causal) and layout == "zigzag"
+    operands = (query, key, value, softmax_scale)
     if size == 1:
-        out, logsumexp = local(query, key, value, is_causal=is_causal)
+        out, logsumexp = local(*operands, is_causal=is_causal)
     elif strategy == "ulysses":
-        out, logsumexp = _ulysses(query, key, value, local, axis_name, size, is_causal, zigzag)
+        out, logsumexp = _ulysses(*operands, local, axis_name, size, is_causal, zigzag)
     elif strategy == "all_gather" and not is_causal:
         key, value = (jax.lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (key, value))
-        out, logsumexp = local(query, key, value, is_causal=False)
+        out, logsumexp = local(query, key, value, softmax_scale, is_causal=False)
     else:
-        others = _ring_shards if strategy == "ring" else _gathered_shards
-        shards = others(key, value, axis_name, size, index)
-        wide = _in_float32(local)
-        if zigzag:
-            out, logsumexp = _zigzag_steps(query, key, value, shards, wide, index)
+        steps = _ring.Steps(wide, axis_name, size, bool(is_causal), zigzag)
+        if strategy == "ring":
+            out, logsumexp = _ring.ring(steps, *operands, index)
         else:
-            out, logsumexp = _contiguous_steps(query, key, value, shards, wide, index, is_causal)
-        out = out.astype(query.dtype)
+            shards = _gathered_shards(key, value, axis_name, size, index)
+            out, logsumexp = _ring.over(steps, *operands, index, shards)
+            out = out.astype(query.dtype)
     out = out.reshape(*leading, *out.shape[1:])
     logsumexp = logsumexp.reshape(*leading, *logsumexp.shape[1:])
     return (out, logsumexp) if return_logsumexp else out
@@ -184,84 +188,6 @@ def zigzag_unshard(x: Any, num_shards: int, *, axis: int = 1) -> jax.Array:
     return _reorder(jnp.asarray(x), np.argsort(_zigzag_order(num_shards)), axis)
 
 
-def _contiguous_steps(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    shards: Shards,
-    local: Local,
-    index: jax.Array,
-    is_causal: bool,
-) -> Partial:
-    """The own keys, then those of device index - step (modulo n) at each step."""
-    out, logsumexp = local(query, key, value, is_causal=is_causal)
-    for step, (other_key, other_value) in enumerate(shards, start=1):
-
-        def seen(out: jax.Array, logsumexp: jax.Array, key: jax.Array, value: jax.Array) -> Partial:
-            part, part_logsumexp = local(query, key, value, is_causal=False)
-            return merge_attention([out, part], [logsumexp, part_logsumexp])
-
-        def unseen(
-            out: jax.Array, logsumexp: jax.Array, key: jax.Array, value: jax.Array
-        ) -> Partial:
-            return out, logsumexp
-
-        state = (out, logsumexp, other_key, other_value)
-        if is_causal:  # index < step: the ring wrapped around, to a later part of the sequence
-            out, logsumexp = jax.lax.cond(index >= step, seen, unseen, *state)
-        else:
-            out, logsumexp = seen(*state)
-    return out, logsumexp
-
-
-def _zigzag_steps(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    shards: Shards,
-    local: Local,
-    index: jax.Array,
-) -> Partial:
-    """Causal steps as the head of this file explains; both visible blocks are one local call."""
-    out, logsumexp = local(query, key, value, is_causal=True)
-    early_query, late_query = _halves(query, 1)
-    (early_out, late_out), (early_lse, late_lse) = _halves(out, 1), _halves(logsumexp, 2)
-    for step, (other_key, other_value) in enumerate(shards, start=1):
-        from_earlier = index >= step  # device index - step did not wrap around
-        early_key, late_key = _halves(other_key, 1)
-        early_value, late_value = _halves(other_value, 1)
-        part, part_lse = local(
-            _join(late_query, jnp.where(from_earlier, early_query, late_query)),
-            _join(early_key, jnp.where(from_earlier, early_key, late_key)),
-            _join(early_value, jnp.where(from_earlier, early_value, late_value)),
-            is_causal=False,
-        )
-        # first: (late, early). second: (early, early) or (late, late); empty for the other rows.
-        (first, second), (first_lse, second_lse) = _halves(part, 0), _halves(part_lse, 0)
-        for_early = jnp.where(from_earlier, second_lse, -jnp.inf)
-        for_late = jnp.where(from_earlier, -jnp.inf, second_lse)
-        early_out, early_lse = merge_attention([early_out, second], [early_lse, for_early])
-        late_out, late_lse = merge_attention(
-            [late_out, first, second], [late_lse, first_lse, for_late]
-        )
-    return (
-        jnp.concatenate([early_out, late_out], axis=1),
-        jnp.concatenate([early_lse, late_lse], axis=2),
-    )
-
-
-def _ring_shards(
-    key: jax.Array, value: jax.Array, axis_name: Any, size: int, index: jax.Array
-) -> Shards:
-    """Every device hands on what it holds; key and value apart, a permute takes one dtype."""
-    del index
-    to_next = [(device, (device + 1) % size) for device in range(size)]
-    for _ in range(1, size):
-        key = jax.lax.ppermute(key, axis_name, to_next)
-        value = jax.lax.ppermute(value, axis_name, to_next)
-        yield key, value
-
-
 def _gathered_shards(
     key: jax.Array, value: jax.Array, axis_name: Any, size: int, index: jax.Array
 ) -> Shards:
@@ -279,6 +205,7 @@ def _ulysses(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    scale: jax.Array,
     local: Local,
     axis_name: Any,
     size: int,
@@ -300,29 +227,10 @@ def _ulysses(
     order = _zigzag_order(size)
     if zigzag:
         query, key, value = (_reorder(x, np.argsort(order), 1) for x in (query, key, value))
-    out, logsumexp = local(query, key, value, is_causal=is_causal)
+    out, logsumexp = local(query, key, value, scale, is_causal=is_causal)
     if zigzag:
         out, logsumexp = _reorder(out, order, 1), _reorder(logsumexp, order, 2)
     return swap(out, 1, 2), swap(logsumexp, 2, 1)
-
-
-def _in_float32(local: Local) -> Local:
-    """local with its out in float32, for merging."""
-
-    def widened(*args: jax.Array, is_causal: bool) -> Partial:
-        out, logsumexp = local(*args, is_causal=is_causal)
-        return out.astype(jnp.float32), logsumexp
-
-    return widened
-
-
-def _halves(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    first, second = jnp.split(x, 2, axis=axis)
-    return first, second
-
-
-def _join(first: jax.Array, second: jax.Array) -> jax.Array:
-    return jnp.concatenate([first, second], axis=0)
 
 
 def _zigzag_order(num_shards: int) -> np.ndarray[Any, Any]:

@@ -159,6 +159,52 @@ class TestGradients:
         got = pull(natural(fn, layout, 4))(*args)
         assert_close(got, pull(single(True))(*args), EXACT)
 
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    def test_the_ring_keeps_one_shard(self, layout: str) -> None:
+        """What the forward pass saves does not grow with the number of devices."""
+        args = inputs(**WIDE, seqlen_q=32, seqlen_k=32)
+
+        def saved(strategy: str) -> int:
+            fn = parallel(mesh_of(8), layout=layout, is_causal=True, strategy=strategy)
+            pull = jax.eval_shape(lambda *x: jax.vjp(fn, *x)[1], *args)
+            return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
+
+        results = jax.eval_shape(single(True), *args)
+        local = sum(x.size * x.dtype.itemsize for x in (*args, *results))
+        assert saved("ring") <= local + 8 * 64  # scalars
+        assert saved("all_gather") > 3 * local
+
+    def test_the_ring_sends_gradients_with_their_shards(self) -> None:
+        args = inputs(**WIDE, seqlen_q=16, seqlen_k=16)
+        grad = jax.grad(loss_of(parallel(mesh_of(4), layout="zigzag", is_causal=True)), (0, 1, 2))
+        count = str(jax.make_jaxpr(grad)(*args)).count("= ppermute[")
+        # Key and value forward (3 hops) and again (3), their gradients and home (4).
+        assert count == 2 * (3 + 3 + 4)
+
+    def test_remat_by_name_does_not_run_the_ring_again(self) -> None:
+        args = inputs(**WIDE, seqlen_q=16, seqlen_k=16)
+        fn = parallel(mesh_of(4), layout="zigzag", is_causal=True)
+        for policy, hops in ((jax_fa3.checkpoint_policy(), 3 + 3 + 4), (None, 3 + 3 + 3 + 4)):
+            loss = jax.checkpoint(loss_of(fn), policy=policy)
+            # Before XLA: some versions of it find that both trips of a shard are the same.
+            text = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*args).as_text()
+            assert text.count("stablehlo.collective_permute") == 2 * hops
+
+    def test_second_order_and_forward_mode_of_the_ring(self) -> None:
+        args = inputs(**SIZES, seqlen_q=4, seqlen_k=4)
+
+        def norm(fn: Any) -> Any:
+            grad = jax.grad(loss_of(fn))
+            return jax.jit(jax.grad(lambda x: jnp.sum(grad(x, *args[1:]) ** 2)))
+
+        fn = parallel(mesh_of(2), is_causal=True, implementation="xla")
+        assert_close(norm(fn)(args[0]), norm(single(True))(args[0]), 1e-4)
+        with pytest.raises(NotImplementedError, match=r'^context_parallel.*strategy="all_gather"'):
+            jax.jvp(jax.jit(fn), args, args)
+        gathered = parallel(mesh_of(2), is_causal=True, implementation="xla", strategy="all_gather")
+        tangents = jax.jit(lambda *x: jax.jvp(gathered, x, x)[1])(*args)
+        assert_close(tangents, jax.jvp(single(True), args, args)[1], 1e-4)
+
     def test_all_gather(self) -> None:
         args = inputs(**SIZES, seqlen_q=8, seqlen_k=8)
         fn = parallel(mesh_of(2), strategy="all_gather", is_causal=True)
