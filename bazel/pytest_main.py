@@ -1,0 +1,15 @@
+"""Runs pytest on the arguments, inside a py_test."""
+
+import importlib.util
+import os
+import sys
+
+import pytest
+
+# A jax_fa3 that is installed in the same Python must not be tested in place of what Bazel built.
+package = importlib.util.find_spec("jax_fa3").origin
+if not package.startswith(os.environ["TEST_SRCDIR"]):
+    sys.exit(f"jax_fa3 must come from {os.environ['TEST_SRCDIR']}; it comes from {package}")
+# Bazel gives every test a folder of its own, and no home.
+os.environ.setdefault("HOME", os.environ["TEST_TMPDIR"])
+sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]]))

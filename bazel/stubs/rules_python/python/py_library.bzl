@@ -1,0 +1,3 @@
+"""The Python rule that this Bazel has built in."""
+
+py_library = native.py_library

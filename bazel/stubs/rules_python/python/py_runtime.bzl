@@ -1,0 +1,3 @@
+"""The Python rule that this Bazel has built in."""
+
+py_runtime = native.py_runtime
