@@ -1,5 +1,6 @@
 # Target jax_fa3_kernels: every kernel and its launch, as a static library. nvcc sees no XLA and no
-# Python header, so that one library serves the wheels of all Pythons (JAX_FA3_KERNELS_LIBRARY).
+# Python header, so that one library serves the wheels of all Pythons: the first build keeps it
+# (JAX_FA3_KERNELS_OUTPUT), the others link it (JAX_FA3_KERNELS_LIBRARY).
 #
 # Beside the library lies <library>.sources, a digest of what it was built from: a library from
 # other sources is refused.
@@ -23,7 +24,7 @@ if(JAX_FA3_KERNELS_LIBRARY)
     RESULT_VARIABLE differs OUTPUT_QUIET ERROR_QUIET)
   if(differs)
     message(FATAL_ERROR "jax_fa3: ${JAX_FA3_KERNELS_LIBRARY} was not built from the sources in "
-                        "cuda/; build it again with JAX_FA3_KERNELS_ONLY=ON.")
+                        "cuda/; build it again with JAX_FA3_KERNELS_OUTPUT.")
   endif()
   add_library(jax_fa3_kernels STATIC IMPORTED)
   set_target_properties(jax_fa3_kernels PROPERTIES IMPORTED_LOCATION "${JAX_FA3_KERNELS_LIBRARY}")
@@ -35,12 +36,15 @@ if(NOT JAX_FA3_PTXAS_LOG_DIR)
   set(JAX_FA3_PTXAS_LOG_DIR "${CMAKE_BINARY_DIR}/ptxas")
 endif()
 file(MAKE_DIRECTORY "${JAX_FA3_PTXAS_LOG_DIR}")
+if(NOT JAX_FA3_KERNELS_OUTPUT)
+  set(JAX_FA3_KERNELS_OUTPUT "${CMAKE_BINARY_DIR}")
+endif()
 add_library(jax_fa3_kernels STATIC ${jax_fa3_cuda_sources})
 target_include_directories(jax_fa3_kernels PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_compile_options(jax_fa3_kernels PRIVATE -lineinfo --ptxas-options=-v
                        "-Xcompiler=-Wall,-Wno-unknown-pragmas,-fvisibility-inlines-hidden")
 set_target_properties(jax_fa3_kernels PROPERTIES
-  ARCHIVE_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}"
+  ARCHIVE_OUTPUT_DIRECTORY "${JAX_FA3_KERNELS_OUTPUT}"
   CUDA_RUNTIME_LIBRARY Static
   CUDA_SEPARABLE_COMPILATION OFF
   CUDA_VISIBILITY_PRESET hidden

@@ -20,8 +20,9 @@ def import_failure(error: ImportError, folder: Path = _FOLDER) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "jax_fa3._ext":
         missing = "the compiled extension jax_fa3._ext is not in this installation"
         note = folder / _NOTE
-        if files:
-            return f"{files[0]} was built for another Python than this {python}; {_REINSTALL}"
+        foreign = [f for f in files if f.removeprefix("_ext") not in EXTENSION_SUFFIXES]
+        if foreign:
+            return f"{foreign[0]} was built for another Python than this {python}; {_REINSTALL}"
         if note.exists():
             return f"{missing}: {note.read_text(encoding='utf-8').strip().removesuffix('.')}"
         return f"{missing}; run `JAX_FA3_CUDA=ON pip install .` in the sources, on Linux"

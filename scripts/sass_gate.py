@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Checks the machine code of jax_fa3/_ext: did the compiler build the kernels that we wrote?
 
-    python scripts/sass_gate.py [EXTENSION.so] [--ptxas-logs DIR]
+    python scripts/sass_gate.py [EXTENSION.so] [--ptxas-logs DIR] [--same-code-as OTHER.so]
 
 Without EXTENSION it takes the one that this Python would import. DIR holds the reports that the
 build kept (JAX_FA3_PTXAS_LOG_DIR, or ptxas/ in the build folder); without it the compiler's own
-advisories go unchecked. Prints one line per kernel, then one sentence per failure.
+advisories go unchecked. OTHER is an extension that must hold the same machine code.
+Prints one line per kernel, then one sentence per failure.
 Exit status: 0 all good, 1 a check failed, 2 could not check.
 No GPU is needed, but cuobjdump and nvdisasm are: from a CUDA toolkit or from the `dev` extra.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -132,6 +134,18 @@ def parse_sass(text: str) -> tuple[dict[str, Kernel], set[str]]:
     return kernels, architectures
 
 
+def parse_code(text: str) -> dict[str, list[str]]:
+    """`cuobjdump --dump-sass` -> (instructions with their operands by symbol)."""
+    code: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if match := _FUNCTION.match(line):
+            lines = code.setdefault(match[1], [])
+        elif _INSTRUCTION.match(line):
+            lines.append(line.rsplit("/*", 1)[0].split("*/", 1)[1].strip())
+    return code
+
+
 def parse_resource_usage(text: str) -> dict[str, int]:
     """`cuobjdump --dump-resource-usage` -> registers by symbol."""
     found = re.findall(r"Function\s+(\S+?):\s+REG:(\d+)", text)
@@ -233,6 +247,21 @@ def check_ptxas(kernels: Mapping[str, Kernel], logs: Mapping[str, str]) -> list[
     return failures
 
 
+def check_same_code(ours: Mapping[str, list[str]], other: Mapping[str, list[str]]) -> list[str]:
+    """A sentence per kernel whose instructions differ between two extensions."""
+    failures = []
+    for symbol in sorted(ours.keys() | other.keys()):
+        if symbol not in ours or symbol not in other:
+            failures.append(f"{symbol}: is in one of the two extensions only.")
+        elif ours[symbol] != other[symbol]:
+            differing = sum(a != b for a, b in zip(ours[symbol], other[symbol], strict=False))
+            failures.append(
+                f"{symbol}: the two extensions hold other machine code: {len(ours[symbol])} and "
+                f"{len(other[symbol])} instructions, {differing} of them differ."
+            )
+    return failures
+
+
 def table(kernels: Iterable[Kernel], logs: Mapping[str, str]) -> str:
     """One line per kernel: registers, spilled bytes (from the logs) and instruction counts."""
     entries: dict[str, PtxasEntry] = {}
@@ -310,10 +339,16 @@ def demangle(symbols: list[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
+@functools.cache
+def dump_sass(extension: Path) -> str:
+    """The machine code of a built extension, as text; takes seconds."""
+    return run([str(find_tool("cuobjdump")), "--dump-sass", str(extension)])
+
+
 def read_extension(extension: Path) -> tuple[dict[str, Kernel], set[str], list[str]]:
     """(kernels by symbol, architectures, names of PTX files) of a built extension."""
     cuobjdump = str(find_tool("cuobjdump"))
-    kernels, architectures = parse_sass(run([cuobjdump, "--dump-sass", str(extension)]))
+    kernels, architectures = parse_sass(dump_sass(extension))
     registers = parse_resource_usage(run([cuobjdump, "--dump-resource-usage", str(extension)]))
     for kernel, name in zip(kernels.values(), demangle(list(kernels)), strict=True):
         kernel.name = name
@@ -327,7 +362,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("extension", type=Path, nargs="?", help="default: the installed one")
     parser.add_argument("--ptxas-logs", type=Path, help="folder of *.ptxas.log files")
+    parser.add_argument("--same-code-as", type=Path, help="another extension to compare with")
     args = parser.parse_args(argv)
+    compared: list[str] = []
     try:
         extension = args.extension or find_extension()
         if not extension.is_file():
@@ -338,12 +375,16 @@ def main(argv: list[str] | None = None) -> int:
             logs = {p.name: p.read_text() for p in sorted(args.ptxas_logs.glob("*.ptxas.log"))}
             if not logs:
                 raise CannotCheckError(f"{args.ptxas_logs} holds no *.ptxas.log file.")
+        if args.same_code_as is not None:
+            compared = check_same_code(
+                parse_code(dump_sass(extension)), parse_code(dump_sass(args.same_code_as))
+            )
     except CannotCheckError as error:
         print(f"sass_gate: {error}", file=sys.stderr)
         return 2
 
     print(table(kernels.values(), logs))
-    failures = check_extension(kernels, architectures, ptx_files)
+    failures = check_extension(kernels, architectures, ptx_files) + compared
     for kernel in kernels.values():
         failures += check_kernel(kernel)
     if args.ptxas_logs is not None:

@@ -197,6 +197,19 @@ def test_resource_usage():
     assert gate.parse_resource_usage(text) == {"f": 168, "g": 24}
 
 
+def test_same_code_passes_and_each_difference_fails():
+    first = gate.parse_code(listing("f", ["MUFU.EX2", "BAR.SYNC"]) + "\n" + listing("g", ["LDG.E"]))
+    assert first["f"] == ["MUFU.EX2 R2, R4 ;", "@!P0 BAR.SYNC R2, R4 ;"]
+    assert gate.check_same_code(first, first) == []
+    changed = {**first, "f": [*first["f"][:-1], "NOP ;"]}
+    (failure,) = gate.check_same_code(first, changed)
+    assert failure.startswith(
+        "f: the two extensions hold other machine code: 2 and 2 instructions, 1 "
+    )
+    (failure,) = gate.check_same_code(first, {"f": first["f"]})
+    assert failure == "g: is in one of the two extensions only."
+
+
 def test_table_shows_registers_spills_and_counts():
     kernels, _ = gate.parse_sass(listing(SYMBOLS["exact"].format(0), GOOD_OPCODES["exact"]))
     (kernel,) = kernels.values()
