@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -172,7 +173,7 @@ def test_output_is_recorded_and_passed_on(capfd):
 # ---- whole builds with a compiler that fails -------------------------------------------
 
 
-def build(tmp_path, **variables):
+def build(tmp_path, *, prefix=(), **variables):
     """Runs build_wheel in a process of its own: (status, output, wheel or None)."""
     nvcc = program(
         tmp_path / "bad" / "nvcc", "#!/bin/sh\necho 'nvcc fatal : out of order' >&2\nexit 1\n"
@@ -184,7 +185,12 @@ def build(tmp_path, **variables):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_FA3_", "CUDA"))}
     env |= {"CUDACXX": str(nvcc), "PYTHONPATH": "", **variables}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        [*prefix, sys.executable, "-c", code],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     wheels = sorted((tmp_path / "dist").glob("*.whl"))
     return done.returncode, done.stdout + done.stderr, wheels[0] if wheels else None
@@ -208,6 +214,27 @@ def test_on_fails_with_the_same_sentence(tmp_path):
     assert (status, wheel) == (1, None)
     nvcc = tmp_path / "bad" / "nvcc"
     assert output.splitlines()[-1].startswith(f"jax_fa3: {nvcc} does not run (nvcc fatal")
+
+
+def test_full_disk(tmp_path):
+    """A real one: the build folder lies on a file system of 2 MB."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    mounted += [f'mount -t tmpfs -o size=2m none "{small}" && exec "$@"', "sh"]
+    if shutil.which("nvcc") is None or shutil.which("cmake") is None:
+        pytest.skip("needs nvcc and cmake")
+    if shutil.which("unshare") is None or subprocess.run([*mounted, "true"]).returncode:
+        pytest.skip("needs the right to mount a file system in a namespace (unshare)")
+    status, output, wheel = build(
+        tmp_path, prefix=mounted, TMPDIR=str(small), CUDACXX=shutil.which("nvcc")
+    )
+    assert status == 0, output
+    assert (
+        f"no space is left on the device while building in {small}; free some or point TMPDIR at"
+        in output
+    )
+    assert wheel.name.endswith("-py3-none-any.whl")
 
 
 def test_off_builds_a_pure_wheel_without_a_note(tmp_path):

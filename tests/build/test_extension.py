@@ -61,6 +61,18 @@ def test_is_stripped(ext):
     assert ".symtab" not in readelf(ext, "--sections")
 
 
+def test_is_small(ext):
+    """A wheel holds little else, and compresses it: this keeps wheels far below the 20 MB limit."""
+    assert Path(ext.__file__).stat().st_size < 20_000_000
+
+
+def test_says_what_built_it(ext):
+    for version in (ext.nvcc_version, ext.ptxas_version):
+        assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    assert re.match(r"(GCC|Clang) \d+\.", ext.host_compiler)
+    assert ext.gpu_architecture == "sm_90a"
+
+
 def test_stub_names_what_the_module_holds(ext):
     stub = Path(importlib.util.find_spec("jax_fa3").origin).with_name("_ext.pyi")
     declared = set()
