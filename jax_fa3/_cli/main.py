@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,10 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     namespace = parser().parse_args(arguments)
     try:
-        return int(namespace.run(namespace))
+        code = int(namespace.run(namespace))
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         print(f"jax_fa3: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("jax_fa3: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # The reader is gone (`| head`). What Python still holds for it must not raise at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def run(*command: Any, cwd: Path, **extra_env: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: Any, cwd: Path, stdout: int = subprocess.PIPE, **extra_env: str
+) -> subprocess.CompletedProcess[str]:
     """python with these arguments, on one CPU device."""
     env = {
         **os.environ,
@@ -26,7 +28,8 @@ def run(*command: Any, cwd: Path, **extra_env: str) -> subprocess.CompletedProce
     env.pop("PYTHONSAFEPATH", None)  # a program of benchmarks/ imports its neighbours
     return subprocess.run(
         [sys.executable, *map(str, command)],
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=300,
         check=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,15 @@ def test_self_check_ends_ok(tmp_path):
     for words in ("default backend", "What serves which request", "heads 6:2", "causal", "value 1"):
         assert words in done.stdout
     assert done.stderr == ""  # no progress bar where nobody watches
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    """As in `python -m jax_fa3 explain | head -1`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = run("-m", "jax_fa3", "explain", cwd=tmp_path, stdout=write_end)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(("built", "said"), [(True, "installed"), (False, "checkout")])
