@@ -148,5 +148,5 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
 
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decayed),
+        optax.adamw(schedule, b2=0.99, weight_decay=0.1, mask=decayed),
     )

@@ -273,7 +273,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     size("--layers", default=6, help="default 6")
     size("--width", default=768, help="default 768: 44 million parameters")
     parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128, help="default 128")
-    parser.add_argument("--learning-rate", type=rate, default=1e-3, help="peak (default 1e-3)")
+    parser.add_argument("--learning-rate", type=rate, default=6e-4, help="peak (default 6e-4)")
     parser.add_argument("--seed", type=seed, default=0, help="of weights and batches (default 0)")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save there, resume from it")
     size("--checkpoint-every", default=250, help="steps between two checkpoints (default 250)")
