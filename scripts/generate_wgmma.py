@@ -14,7 +14,8 @@ INTRO = """\
 // wgmma.mma_async, one wrapper per shape in use: D[64][kN] (+)= A[64][K] B[K][kN], where K is 32
 // bytes of one operand row. All 128 threads of a warpgroup call it together, between wgmma_fence
 // and wgmma_commit. `accumulate` = 0 overwrites D. WgmmaSs takes A and B from shared memory
-// (descriptors), WgmmaRs takes A from four registers.
+// (descriptors), WgmmaRs takes A from four registers. 16-bit operands: WgmmaSs reads both K-major,
+// WgmmaRs reads B MN-major, WgmmaSsMn reads both MN-major.
 #pragma once
 
 #include <cstdint>
@@ -32,18 +33,21 @@ template <class A, class B, class Acc, int kN>
 struct WgmmaSs;
 template <class A, class B, class Acc, int kN>
 struct WgmmaRs;
+template <class A, class B, class Acc, int kN>
+struct WgmmaSsMn;
 """
 
-# (A, B, accumulator, n, A in registers)
+# (kind, A, B, accumulator, n)
 SHAPES = [
-    *[(t, t, "f16", 128, False) for t in ("E4m3", "E5m2")],
-    *[("E4m3", t, "f32", n, True) for t in ("E4m3", "E5m2") for n in (32, 40, 64, 72, 136)],
-    *[(t, t, "f32", n, False) for t in ("Bf16", "F16") for n in (80, 128)],
-    *[(t, t, "f32", n, True) for t in ("Bf16", "F16") for n in (64, 128, 256)],
+    *[("WgmmaSs", t, t, "f16", 128) for t in ("E4m3", "E5m2")],
+    *[("WgmmaRs", "E4m3", t, "f32", n) for t in ("E4m3", "E5m2") for n in (32, 40, 64, 72, 136)],
+    *[("WgmmaSs", t, t, "f32", n) for t in ("Bf16", "F16") for n in (64, 80, 128)],
+    *[("WgmmaRs", t, t, "f32", n) for t in ("Bf16", "F16") for n in (64, 128, 256)],
+    *[("WgmmaSsMn", t, t, "f32", 64) for t in ("Bf16", "F16")],
 ]
 
 
-def wrapper(a: str, b: str, acc: str, n: int, from_registers: bool) -> str:
+def wrapper(kind: str, a: str, b: str, acc: str, n: int) -> str:
     """Text of one specialisation."""
     count = n // 2 if acc == "f32" else n // 4
     c_type, constraint = ("float", "f") if acc == "f32" else ("uint32_t", "r")
@@ -52,7 +56,7 @@ def wrapper(a: str, b: str, acc: str, n: int, from_registers: bool) -> str:
     registers = ", ".join(f"%{i}" for i in range(count))
     lines = [f'        "{{{registers}}}, "']
     operands = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(count))
-    if from_registers:
+    if kind == "WgmmaRs":
         source = "{" + ", ".join(f"%{count + i}" for i in range(4)) + f"}}, %{count + 4}, use_d"
         predicate = count + 5
         inputs = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)'
@@ -64,8 +68,8 @@ def wrapper(a: str, b: str, acc: str, n: int, from_registers: bool) -> str:
         predicate = count + 2
         inputs = '"l"(a), "l"(b), "r"(accumulate)'
         parameter = "uint64_t a"
-        tail = "1, 1" if is_fp8 else "1, 1, 0, 0"
-    kind = "WgmmaRs" if from_registers else "WgmmaSs"
+        transposes = ", 1, 1" if kind == "WgmmaSsMn" else ", 0, 0"
+        tail = "1, 1" + ("" if is_fp8 else transposes)
     return "\n".join(
         [
             "template <>",

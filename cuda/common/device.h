@@ -40,4 +40,18 @@ inline cudaError_t compute_capability(int* capability) {
   return status;
 }
 
+// The limit on dynamic shared memory belongs to a kernel on a device: raised once for each pair.
+template <auto kKernel>
+cudaError_t allow_shared_memory(int bytes) {
+  static std::atomic<bool> done[kMaxDevices];
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  if (device < kMaxDevices && done[device].load(std::memory_order_acquire)) return cudaSuccess;
+  status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status == cudaSuccess && device < kMaxDevices)
+    done[device].store(true, std::memory_order_release);
+  return status;
+}
+
 }  // namespace jax_fa3

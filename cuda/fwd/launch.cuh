@@ -2,28 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
 #include "../common/device.h"
 #include "../common/tensor_map.h"
 #include "kernel.cuh"
 
 namespace jax_fa3 {
-
-// The limit on dynamic shared memory belongs to a kernel on a device: raised once for each pair.
-template <class Config>
-cudaError_t allow_shared_memory() {
-  static std::atomic<bool> done[kMaxDevices];
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  if (device < kMaxDevices && done[device].load(std::memory_order_acquire)) return cudaSuccess;
-  status = cudaFuncSetAttribute(fwd_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                FwdSmem<Config>::kAllocation);
-  if (status == cudaSuccess && device < kMaxDevices)
-    done[device].store(true, std::memory_order_release);
-  return status;
-}
 
 template <class Config>
 TileOrder tile_order(const FwdShape& shape) {
@@ -60,7 +44,7 @@ cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t s
                               params.num_heads_kv, Traits::kHeadDim, Traits::kBlockKv);
     if (status != cudaSuccess) return status;
   }
-  status = allow_shared_memory<Config>();
+  status = allow_shared_memory<fwd_kernel<Config>>(FwdSmem<Config>::kAllocation);
   if (status != cudaSuccess) return status;
   int multiprocessors = 0;
   status = num_multiprocessors(&multiprocessors);

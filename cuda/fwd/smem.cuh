@@ -1,6 +1,7 @@
 // Shared memory of a forward CTA: where every tile and barrier lies.
 #pragma once
 
+#include "../common/ring.h"
 #include "../ptx/mbarrier.cuh"
 #include "config.h"
 
@@ -86,22 +87,6 @@ struct FwdSmem {
   }
   __device__ __forceinline__ uint32_t ring(int kind, int stage) const {
     return barrier(2 * kQueryStages + kind * kStages + stage);
-  }
-};
-
-// Place in a ring of kStages buffers. A waiter for "full" starts at parity 0, a waiter for "empty"
-// at parity 1 (a fresh barrier counts as emptied); both flip when the stage wraps.
-template <int kStages>
-struct RingPosition {
-  int stage = 0;
-  uint32_t parity;
-
-  __device__ __forceinline__ explicit RingPosition(uint32_t first_parity) : parity(first_parity) {}
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
   }
 };
 

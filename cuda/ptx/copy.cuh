@@ -28,6 +28,22 @@ __device__ __forceinline__ void copy_box_4d(uint32_t smem, const CUtensorMap* ma
       : "memory");
 }
 
+// cp.reduce.async.bulk: adds `bytes` of consecutive floats to global memory, both sides 16-byte
+// aligned. Issued by one thread, which commits and waits for its own groups.
+__device__ __forceinline__ void add_bulk_f32(float* gmem, uint32_t smem, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(gmem),
+      "r"(smem), "r"(bytes)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Every committed group has read its shared memory, which may be written again.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // fence.proxy.async: ordinary shared stores before it are seen by wgmma and the copy engine after a
 // barrier.
 __device__ __forceinline__ void fence_async_proxy() {

@@ -42,4 +42,31 @@ __device__ __forceinline__ uint4 load_shared_x4(uint32_t address) {
   return data;
 }
 
+// st.shared.v4: 16 bytes, the address 16-byte aligned.
+__device__ __forceinline__ void store_shared_x4(uint32_t address, float a, float b, float c,
+                                                float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c),
+               "f"(d)
+               : "memory");
+}
+
+// ld.shared.v2: 8 bytes, the address 8-byte aligned.
+__device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
+  float2 data;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(data.x), "=f"(data.y)
+               : "r"(address)
+               : "memory");
+  return data;
+}
+
+// stmatrix: four 8x8 matrices of 16-bit elements, register i of every lane to matrix i; lane l
+// gives the address of row l % 8 (16 bytes) of matrix l / 8.
+__device__ __forceinline__ void store_matrices_x4(uint32_t row_address, const uint32_t* registers) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3])
+      : "memory");
+}
+
 }  // namespace jax_fa3::ptx

@@ -6,6 +6,14 @@
 
 namespace jax_fa3::ptx {
 
+// The lane of this thread in its warp; volatile, so that what depends on it is computed where it is
+// used.
+__device__ __forceinline__ int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // setmaxnreg: all warps of the warpgroup run it once, at the start of their role.
 template <int kRegisters>
 __device__ __forceinline__ void release_registers() {
@@ -50,6 +58,22 @@ template <int kCount>
 __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+// The same value, which the compiler knows nothing about: what is computed from it stays inside the
+// loop instead of filling registers ahead of it.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+  uint32_t same;
+  asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(value));
+  return same;
+}
+
+// No instruction: the registers begin a new life with whatever they hold, for a product that
+// overwrites them.
+template <int kCount>
+__device__ __forceinline__ void forget(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i]));
 }
 
 // wgmma matrix descriptor of a K-major tile: rows of kRowBytes (64 or 128) in the swizzle of that
