@@ -25,8 +25,10 @@ nb::capsule capsule(XLA_FFI_Handler* handler) {
 nb::dict registrations() {
   nb::dict targets;
   targets["jax_fa3_quantize"] = capsule(jax_fa3::kQuantizeHandler);
+  targets["jax_fa3_dequantize"] = capsule(jax_fa3::kDequantizeHandler);
   targets["jax_fa3_fwd_fp8"] = capsule(jax_fa3::kFwdFp8Handler);
   targets["jax_fa3_fwd"] = capsule(jax_fa3::kFwdHandler);
+  targets["jax_fa3_bwd"] = capsule(jax_fa3::kBwdHandler);
   return targets;
 }
 

@@ -74,6 +74,20 @@ RULES = (
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
     ),
     Rule(
+        family="backward",
+        pattern=r"bwd_kernel",
+        at_least=4,
+        required=(("HGMMA",), LOADS, ("USETMAXREG",), ("MUFU.EX2",), ("UBLKRED",), ("STSM",)),
+        forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
+    ),
+    Rule(
+        family="backward rows",  # what runs before and after it
+        pattern=r"bwd_(rows|queries)_kernel",
+        at_least=8,
+        required=(),
+        forbidden=(*SPILLS, *OLD_MMA, "QGMMA", "HGMMA"),
+    ),
+    Rule(
         family="quantize",
         pattern=r"[Qq]uantize",
         at_least=1,

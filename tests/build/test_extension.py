@@ -95,7 +95,13 @@ def test_stub_types_hold(ext):
 
 def test_every_target_has_a_handler(ext):
     handlers = ext.registrations()
-    assert set(handlers) == {"jax_fa3_quantize", "jax_fa3_fwd_fp8", "jax_fa3_fwd"}
+    assert set(handlers) == {
+        "jax_fa3_quantize",
+        "jax_fa3_dequantize",
+        "jax_fa3_fwd_fp8",
+        "jax_fa3_fwd",
+        "jax_fa3_bwd",
+    }
 
 
 def test_kernel_list_is_complete(ext):

@@ -12,6 +12,7 @@
 #include "tests/host/cuda_on_host.h"
 // clang-format on
 
+#include "cuda/quantize/dequantize_kernels.cuh"
 #include "cuda/quantize/grid.h"
 #include "cuda/quantize/quantize_kernel.cuh"
 #include "cuda/quantize/stats_kernels.cuh"
@@ -117,10 +118,44 @@ py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
   return results;
 }
 
+// Images back to bfloat16, as bytes: rows of q or k, or the granules of v.
+Bytes dequantize_rows_on_host(Bytes image, Floats descale, int rows_per_descale,
+                              const std::string& image_dtype, int batch, int seqlen, int heads,
+                              int head_dim) {
+  const int rows =
+      static_cast<int>(image.nbytes() / (static_cast<int64_t>(batch) * heads) / head_dim);
+  const int64_t chunks = static_cast<int64_t>(batch) * seqlen * heads * (head_dim / 16);
+  GuardedBuffer out(chunks * 32);
+  cuda_on_host::launch(
+      (chunks + kDequantizeThreads - 1) / kDequantizeThreads, kDequantizeThreads, [&] {
+        dequantize_rows_kernel(image.data(), descale.data(), rows_per_descale, kind_of(image_dtype),
+                               chunks, seqlen, rows, heads, head_dim, out.as<uint4>());
+      });
+  Bytes bytes(static_cast<py::ssize_t>(out.bytes()));
+  memcpy(bytes.mutable_data(), out.as<char>(), out.bytes());
+  return bytes;
+}
+
+Bytes dequantize_values_on_host(Bytes image, Floats descale, Floats mean,
+                                const std::string& image_dtype, int batch, int seqlen, int heads,
+                                int head_dim) {
+  const int granules = static_cast<int>(round_up(seqlen, kGranule) / kGranule);
+  GuardedBuffer out(static_cast<int64_t>(batch) * seqlen * heads * head_dim * 2);
+  cuda_on_host::launch(batch * heads * granules, kGranule, [&] {
+    dequantize_values_kernel(image.data(), descale.data(), mean.data(), kind_of(image_dtype),
+                             seqlen, granules, heads, head_dim, out.as<uint2>());
+  });
+  Bytes bytes(static_cast<py::ssize_t>(out.bytes()));
+  memcpy(bytes.mutable_data(), out.as<char>(), out.bytes());
+  return bytes;
+}
+
 }  // namespace
 
 void bind_quantize(py::module_& module) {
   module.def("quantize_on_host", &quantize_on_host);
+  module.def("dequantize_rows_on_host", &dequantize_rows_on_host);
+  module.def("dequantize_values_on_host", &dequantize_values_on_host);
   module.def("value_smem_offset", py::vectorize([](int head_dim, int key, int channel) {
                return head_dim == 64 ? QuantizeTraits<64>::value_smem_offset(key, channel)
                                      : QuantizeTraits<128>::value_smem_offset(key, channel);

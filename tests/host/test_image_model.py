@@ -10,7 +10,7 @@ import pytest
 from gpu import image_model, quantize_data
 from gpu.quantize_data import Case
 
-from jax_fa3 import Quantization, _fp8_model
+from jax_fa3 import Quantization, _ffi, _fp8_model
 from jax_fa3._shapes import Config, Operands
 
 CASES = [
@@ -48,6 +48,13 @@ def natural_order(host, case, images):
     codes = granules.reshape(*image.shape[:2], -1, head_dim)
     found.append(np.swapaxes(codes[:, :, : case.seqlen_k], 1, 2))
     return found
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rotated_order_of_the_gradients(head_dim):
+    """The backward pass undoes the rotation in the order in which the images hold it."""
+    expected = image_model.rotated_order(head_dim)
+    np.testing.assert_array_equal(_ffi.rotated_order(head_dim), expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

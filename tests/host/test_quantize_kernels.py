@@ -103,6 +103,46 @@ def test_images_multiply_to_the_logits(host, head_dim):
     assert np.linalg.norm(value + results["v_mean"][0, 0] - exact) < 0.04 * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize("image_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dequantised_operands_multiply_to_the_logits(host, head_dim, image_dtype):
+    """Images of several batches and heads come back in the natural layout, q and k unrounded."""
+    case = Case(seqlen_q=70, seqlen_k=200, head_dim=head_dim, batch=2, num_heads_kv=2,
+                group_size=2, image_dtype=image_dtype)  # fmt: skip
+    q, k, v, factor, v_factor = quantize_data.make(case)
+    results = run_on_host(host, case, q, k, v, factor, v_factor)
+    dtype = quantize_data.DTYPES[image_dtype].name
+
+    def rows(name, seqlen, heads, per_descale):
+        raw = host.dequantize_rows_on_host(
+            results[f"{name}_image"], results[f"{name}_descale"], per_descale, dtype,
+            case.batch, seqlen, heads, head_dim,
+        )  # fmt: skip
+        return raw.view(ml_dtypes.bfloat16).reshape(case.batch, seqlen, heads, head_dim)
+
+    query, key = rows("q", 70, 4, 1), rows("k", 200, 2, 128)
+    value = host.dequantize_values_on_host(
+        results["v_image"], results["v_descale"], results["v_mean"], dtype,
+        case.batch, 200, 2, head_dim,
+    )  # fmt: skip
+    value = value.view(ml_dtypes.bfloat16).reshape(case.batch, 200, 2, head_dim)
+    noise = 0.1 if image_dtype == "e5m2" else 0.05
+    for batch in range(case.batch):
+        for head in range(4):
+            logits = query[batch, :, head].astype(float) @ key[batch, :, head // 2].astype(float).T
+            logits += results["q_shift"][batch, head, :70, None]
+            exact = q[batch, :, head].astype(float) @ k[batch, :, head // 2].astype(float).T
+            exact *= factor[batch, head // 2]
+            assert np.linalg.norm(logits - exact) < noise * np.linalg.norm(exact)
+    exact = v.astype(float)
+    assert np.linalg.norm(value.astype(float) - exact) < noise * np.linalg.norm(exact)
+    # On the format's grid, so nothing was lost on the way.
+    scaled = (
+        query.astype(np.float32) / np.swapaxes(results["q_descale"][:, :, :70], 1, 2)[..., None]
+    )
+    np.testing.assert_array_equal(scaled.astype(quantize_data.DTYPES[image_dtype]), scaled)
+
+
 def test_check_rejects_wrong_images(host):
     """The comparison of this file can fail: swapped heads, a shifted key, a wrong scale."""
     case = Case()

@@ -1,0 +1,112 @@
+// jax_fa3_bwd: gradients of 16-bit attention from its operands, result and logsumexp.
+#include "bindings/ffi_check.h"
+#include "bindings/handlers.h"
+#include "cuda/bwd/launch.h"
+
+namespace jax_fa3 {
+namespace {
+
+using F32 = ffi::Buffer<ffi::F32>;
+using F32Result = ffi::ResultBuffer<ffi::F32>;
+using AnyResult = ffi::Result<ffi::AnyBuffer>;
+
+ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+               ffi::AnyBuffer out, F32 logsumexp, ffi::AnyBuffer dout, F32 dlogsumexp,
+               F32 softmax_scale, AnyResult dq, AnyResult dk, AnyResult dv, F32Result scale_grads,
+               F32Result row_lse, F32Result row_delta, F32Result dq_acc, bool is_causal,
+               bool bottom_right, bool wants_scale_grads) {
+  Checker check("jax_fa3_bwd");
+  check.rank("q", q, 4);
+  check.rank("k", k, 4);
+  if (check.failed()) return check.take();
+  const auto q_dims = q.dimensions(), k_dims = k.dimensions();
+  const int64_t batch = q_dims[0], seqlen_q = q_dims[1], num_heads_q = q_dims[2],
+                head_dim = q_dims[3], seqlen_k = k_dims[1], num_heads_kv = k_dims[2];
+  check.size("batch", batch);
+  check.size("seqlen_q", seqlen_q);
+  check.size("seqlen_k", seqlen_k);
+  check.size("num_heads_q", num_heads_q);
+  check.heads(num_heads_q, num_heads_kv);
+  check.head_dim(head_dim);
+  check.hopper();
+  const int64_t rows = round_up(seqlen_q, kBwdRowPad);
+  check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
+  check.shape("v", v, {batch, seqlen_k, num_heads_kv, head_dim});
+  check.shape("out", out, {batch, seqlen_q, num_heads_q, head_dim});
+  check.shape("dout", dout, {batch, seqlen_q, num_heads_q, head_dim});
+  check.shape("logsumexp", logsumexp, {batch, num_heads_q, seqlen_q});
+  check.shape("dlogsumexp", dlogsumexp, {batch, num_heads_q, seqlen_q});
+  check.shape("softmax_scale", softmax_scale, {});
+  check.shape("dq", *dq, {batch, seqlen_q, num_heads_q, head_dim});
+  check.shape("dk", *dk, {batch, seqlen_k, num_heads_kv, head_dim});
+  check.shape("dv", *dv, {batch, seqlen_k, num_heads_kv, head_dim});
+  check.shape("scale_grads", *scale_grads, {batch, num_heads_q, rows / kPieceRows});
+  check.shape("row_lse", *row_lse, {batch, num_heads_q, rows});
+  check.shape("row_delta", *row_delta, {batch, num_heads_q, rows});
+  check.shape("dq_acc", *dq_acc, {batch, num_heads_q, rows, head_dim});
+  const ElementKind element = check.kind("q", q.element_type(), false, true);
+  check.same_type("k", k.element_type(), "q", q.element_type());
+  check.same_type("v", v.element_type(), "q", q.element_type());
+  check.same_type("out", out.element_type(), "q", q.element_type());
+  check.same_type("dout", dout.element_type(), "q", q.element_type());
+  check.same_type("dq", dq->element_type(), "q", q.element_type());
+  check.same_type("dk", dk->element_type(), "q", q.element_type());
+  check.same_type("dv", dv->element_type(), "q", q.element_type());
+  if (check.failed()) return check.take();
+
+  BwdParams params{};
+  params.batch = static_cast<int>(batch);
+  params.seqlen_q = static_cast<int>(seqlen_q);
+  params.seqlen_k = static_cast<int>(seqlen_k);
+  params.num_heads_q = static_cast<int>(num_heads_q);
+  params.num_heads_kv = static_cast<int>(num_heads_kv);
+  params.is_causal = is_causal;
+  params.bottom_right = bottom_right;
+  params.wants_scale_grads = wants_scale_grads;
+  params.q = q.untyped_data();
+  params.k = k.untyped_data();
+  params.v = v.untyped_data();
+  params.out = out.untyped_data();
+  params.dout = dout.untyped_data();
+  params.logsumexp = logsumexp.typed_data();
+  params.dlogsumexp = dlogsumexp.typed_data();
+  params.softmax_scale = softmax_scale.typed_data();
+  params.dq = dq->untyped_data();
+  params.dk = dk->untyped_data();
+  params.dv = dv->untyped_data();
+  params.scale_grads = scale_grads->typed_data();
+  params.row_lse = row_lse->typed_data();
+  params.row_delta = row_delta->typed_data();
+  params.dq_acc = dq_acc->typed_data();
+  return check.launched(launch_bwd(params, element, static_cast<int>(head_dim), stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(
+    kBwd, bwd,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()  // q              [batch, seqlen_q, num_heads_q, head_dim] 16-bit
+        .Arg<ffi::AnyBuffer>()  // k              [batch, seqlen_k, num_heads_kv, head_dim]
+        .Arg<ffi::AnyBuffer>()  // v              like k
+        .Arg<ffi::AnyBuffer>()  // out            like q
+        .Arg<F32>()             // logsumexp      [batch, num_heads_q, seqlen_q], natural log
+        .Arg<ffi::AnyBuffer>()  // dout           like q
+        .Arg<F32>()             // dlogsumexp     like logsumexp
+        .Arg<F32>()             // softmax_scale  []
+        .Ret<ffi::AnyBuffer>()  // dq             like q
+        .Ret<ffi::AnyBuffer>()  // dk             like k
+        .Ret<ffi::AnyBuffer>()  // dv             like k
+        .Ret<F32>()             // scale_grads    [batch, num_heads_q, rows / 64]
+        .Ret<F32>()             // row_lse        [batch, num_heads_q, rows]            workspace
+        .Ret<F32>()             // row_delta      [batch, num_heads_q, rows]            workspace
+        .Ret<F32>()             // dq_acc         [batch, num_heads_q, rows, head_dim]  workspace
+        .Attr<bool>("is_causal")
+        .Attr<bool>("bottom_right")
+        .Attr<bool>("wants_scale_grads"),
+    {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+XLA_FFI_Handler* const kBwdHandler = kBwd;
+
+}  // namespace jax_fa3

@@ -1,0 +1,86 @@
+// jax_fa3_dequantize: what the FP8 forward multiplied, as bfloat16 operands.
+#include "bindings/ffi_check.h"
+#include "bindings/handlers.h"
+#include "cuda/common/layout.h"
+#include "cuda/quantize/dequantize.h"
+
+namespace jax_fa3 {
+namespace {
+
+using F32 = ffi::Buffer<ffi::F32>;
+using Bf16Result = ffi::ResultBuffer<ffi::BF16>;
+
+ffi::Error dequantize(cudaStream_t stream, ffi::AnyBuffer q_image, F32 q_descale,
+                      ffi::AnyBuffer k_image, F32 k_descale, ffi::AnyBuffer v_image, F32 v_descale,
+                      F32 v_mean, Bf16Result q, Bf16Result k, Bf16Result v) {
+  Checker check("jax_fa3_dequantize");
+  check.rank("q", *q, 4);
+  check.rank("k", *k, 4);
+  if (check.failed()) return check.take();
+  const auto q_dims = q->dimensions(), k_dims = k->dimensions();
+  const int64_t batch = q_dims[0], seqlen_q = q_dims[1], num_heads_q = q_dims[2],
+                head_dim = q_dims[3], seqlen_k = k_dims[1], num_heads_kv = k_dims[2];
+  check.size("batch", batch);
+  check.size("seqlen_q", seqlen_q);
+  check.size("seqlen_k", seqlen_k);
+  check.size("num_heads_q", num_heads_q);
+  check.heads(num_heads_q, num_heads_kv);
+  check.head_dim(head_dim);
+  check.hopper();
+  const int64_t rows = round_up(seqlen_q, kSlab),
+                granules = round_up(seqlen_k, kGranule) / kGranule;
+  check.shape("q_image", q_image, {batch, num_heads_q, rows, head_dim});
+  check.shape("q_descale", q_descale, {batch, num_heads_q, rows});
+  check.shape("k_image", k_image, {batch, num_heads_kv, granules * kGranule, head_dim});
+  check.shape("k_descale", k_descale, {batch, num_heads_kv, granules});
+  check.shape("v_image", v_image, {batch, num_heads_kv, granules, head_dim, kGranule});
+  check.shape("v_descale", v_descale, {batch, num_heads_kv, head_dim});
+  check.shape("v_mean", v_mean, {batch, num_heads_kv, head_dim});
+  check.shape("k", *k, {batch, seqlen_k, num_heads_kv, head_dim});
+  check.shape("v", *v, {batch, seqlen_k, num_heads_kv, head_dim});
+  DequantizeParams params{};
+  params.image_kind = check.kind("q_image", q_image.element_type(), true, false);
+  check.same_type("k_image", k_image.element_type(), "q_image", q_image.element_type());
+  check.same_type("v_image", v_image.element_type(), "q_image", q_image.element_type());
+  if (check.failed()) return check.take();
+
+  params.q_image = static_cast<const uint8_t*>(q_image.untyped_data());
+  params.q_descale = q_descale.typed_data();
+  params.k_image = static_cast<const uint8_t*>(k_image.untyped_data());
+  params.k_descale = k_descale.typed_data();
+  params.v_image = static_cast<const uint8_t*>(v_image.untyped_data());
+  params.v_descale = v_descale.typed_data();
+  params.v_mean = v_mean.typed_data();
+  params.batch = static_cast<int>(batch);
+  params.seqlen_q = static_cast<int>(seqlen_q);
+  params.seqlen_k = static_cast<int>(seqlen_k);
+  params.num_heads_q = static_cast<int>(num_heads_q);
+  params.num_heads_kv = static_cast<int>(num_heads_kv);
+  params.head_dim = static_cast<int>(head_dim);
+  params.q = q->typed_data();
+  params.k = k->typed_data();
+  params.v = v->typed_data();
+  return check.launched(launch_dequantize(params, stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(
+    kHandler, dequantize,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()  // q_image    [batch, num_heads_q, rows, head_dim] float8
+        .Arg<F32>()             // q_descale  [batch, num_heads_q, rows]
+        .Arg<ffi::AnyBuffer>()  // k_image    [batch, num_heads_kv, granules * 128, head_dim]
+        .Arg<F32>()             // k_descale  [batch, num_heads_kv, granules]
+        .Arg<ffi::AnyBuffer>()  // v_image    [batch, num_heads_kv, granules, head_dim, 128]
+        .Arg<F32>()             // v_descale  [batch, num_heads_kv, head_dim]
+        .Arg<F32>()             // v_mean     [batch, num_heads_kv, head_dim]
+        .Ret<ffi::Buffer<ffi::BF16>>()   // q  [batch, seqlen_q, num_heads_q, head_dim]
+        .Ret<ffi::Buffer<ffi::BF16>>()   // k  [batch, seqlen_k, num_heads_kv, head_dim]
+        .Ret<ffi::Buffer<ffi::BF16>>(),  // v  like k
+    {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+XLA_FFI_Handler* const kDequantizeHandler = kHandler;
+
+}  // namespace jax_fa3

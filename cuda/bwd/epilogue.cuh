@@ -1,0 +1,43 @@
+// Writes one warp's 16 rows of a gradient in 16 bits, turned through shared memory.
+#pragma once
+
+#include "../ptx/convert.cuh"
+#include "../ptx/shared.cuh"
+#include "config.h"
+
+namespace jax_fa3 {
+
+template <bool kIsBf16>
+__device__ __forceinline__ uint32_t pack_16bit(float low, float high) {
+  return kIsBf16 ? ptx::pack_bf16x2(low, high) : ptx::pack_f16x2(low, high);
+}
+
+// acc[4j + {0, 1}]: columns 8j + 2t, +1 of row g; acc[4j + {2, 3}]: of row g + 8. Row r goes to
+// `rows` + r * row_stride bytes if r < num_rows. `staging` has 16 * kColumns * 2 bytes.
+template <bool kIsBf16, int kColumns>
+__device__ __forceinline__ void store_warp_rows(const float (&acc)[kColumns / 2], float factor,
+                                                uint32_t staging, char* rows, int64_t row_stride,
+                                                int num_rows) {
+  constexpr int kPieces = kColumns / 8;  // of 16 bytes in a row; swizzled against bank conflicts
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      ptx::store_shared(
+          staging + (g + 8 * r) * (kColumns * 2) + (j ^ g) * 16 + 4 * t,
+          pack_16bit<kIsBf16>(acc[4 * j + 2 * r] * factor, acc[4 * j + 2 * r + 1] * factor));
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 16 * kPieces / 32; ++i) {
+    const int row = (i * 32 + lane) / kPieces, piece = (i * 32 + lane) % kPieces;
+    const uint4 data =
+        ptx::load_shared_x4(staging + row * (kColumns * 2) + (piece ^ (row & 7)) * 16);
+    if (row < num_rows) *reinterpret_cast<uint4*>(rows + row * row_stride + piece * 16) = data;
+  }
+  __syncwarp();  // the staging may be written again
+}
+
+}  // namespace jax_fa3

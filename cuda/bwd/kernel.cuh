@@ -1,0 +1,68 @@
+// bwd_kernel: the main kernel of the attention backward. A CTA owns 128 keys of one kv head and
+// walks over the query blocks that see them, for every query head of the group; dK and dV stay in
+// registers to the end, dQ is added up in global memory. rows.cuh holds the kernels before and
+// after it.
+//
+// Roles      warpgroup 0 = load: one thread issues every copy. warpgroups 1, 2 = math: 64 keys
+//            each; both also make one 64 x 64 piece of every step's dQ from all 128 keys.
+// Smem       k | v | q[q stages] | dout[dout stages] | dS^T[2] | 4 KiB of staging per math warp |
+//            row_lse[q stages] | row_delta[dout stages] | barriers
+// mbarriers  name         arrivals          waiter  meaning
+//            k_full       1 + bytes         math    the CTA's keys have landed (once)
+//            v_full       1 + bytes         math    likewise its values
+//            q_full[s]    1 + bytes         math    q stage s and its row_lse have landed
+//            q_empty[s]   every math warp   load    S and dK of the step are done
+//            do_full[s]   1 + bytes         math    dout stage s and its row_delta have landed
+//            do_empty[s]  every math warp   load    dP and dV of the step are done
+// Named      1 (256 threads): both math warpgroups have written their half of dS^T. Id 0 is
+//            __syncthreads.
+// Order      one step with kOverlap, query block i; scores are transposed, keys down and queries
+//            across:
+//              issue S_i += Q K^T, which holds row_lse;  barrier;  issue dQ_{i-1} = dS K;
+//              issue dK += dS^T Q_{i-1};  wait for S_i;  P = exp2(S scaled), masked;
+//              wait for dQ_{i-1}, stage it;  issue dP += V dO_i^T, which holds row_delta;
+//              add dQ_{i-1} to global memory (bulk reduce, one slice per warp);
+//              wait for dK_{i-1}, release q;  issue dV += P dO_i;  wait for dP;  dS = P dP;
+//              write dS^T;  wait for dV, release dout
+//            Without kOverlap S_i is issued after dK_{i-1}, and the exponentials run alone.
+// Numerics   P and dS are rounded to 16 bits for the products, everything else is f32.
+#pragma once
+
+#include "math.cuh"
+
+namespace jax_fa3 {
+
+template <class Config>
+__global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
+    bwd_kernel(const __grid_constant__ BwdParams p) {
+  using Traits = BwdTraits<Config>;
+  extern __shared__ uint8_t dynamic_smem[];
+  const BwdSmem<Config> smem(dynamic_smem);
+  // The same for all lanes, and known to the compiler as such.
+  const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
+
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(smem.k_full(), 1);
+    ptx::mbarrier_init(smem.v_full(), 1);
+    for (int stage = 0; stage < Traits::kQStages; ++stage) {
+      ptx::mbarrier_init(smem.q_full(stage), 1);
+      ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathWarps);
+    }
+    for (int stage = 0; stage < Traits::kDoStages; ++stage) {
+      ptx::mbarrier_init(smem.do_full(stage), 1);
+      ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathWarps);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::release_registers<Traits::kLoadRegisters>();
+    if (threadIdx.x == 0) bwd_load_loop<Config>(p, smem);
+  } else {
+    ptx::take_registers<Traits::kMathRegisters>();
+    bwd_math_loop<Config>(p, smem, warpgroup - 1);
+  }
+}
+
+}  // namespace jax_fa3

@@ -1,0 +1,98 @@
+// The load role of the backward, and the walk over query blocks that both roles share.
+#pragma once
+
+#include "../ptx/copy.cuh"
+#include "smem.cuh"
+
+namespace jax_fa3 {
+
+// The key block of a CTA and the query blocks that see it: those of every query head of the group,
+// one head after another.
+template <class Config>
+struct BwdWalk {
+  using Traits = BwdTraits<Config>;
+  int batch, kv_head, first_key;
+  int first_q_block, num_q_blocks;  // of one head; the first is the lowest that sees a key here
+  int num_steps;                    // of all heads of the group
+
+  __device__ __forceinline__ explicit BwdWalk(const BwdParams& p) {
+    const Tile tile = p.order.tile(blockIdx.x);  // a block of keys, of a kv head
+    batch = tile.batch;
+    kv_head = tile.head;
+    first_key = tile.q_block * Traits::kBlockKv;
+    const int end = (p.seqlen_q + Traits::kBlockQ - 1) / Traits::kBlockQ;
+    first_q_block = 0;
+    if (p.is_causal) {
+      const int64_t first_row = static_cast<int64_t>(first_key) - p.key_range().diagonal;
+      first_q_block = first_row <= 0            ? 0
+                      : first_row >= p.seqlen_q ? end
+                                                : static_cast<int>(first_row) / Traits::kBlockQ;
+    }
+    num_q_blocks = end - first_q_block;
+    num_steps = num_q_blocks * (p.num_heads_q / p.num_heads_kv);
+  }
+};
+
+// Query head and block of the current step.
+template <class Config>
+struct BwdStep {
+  int q_head, q_block;
+
+  __device__ __forceinline__ BwdStep(const BwdParams& p, const BwdWalk<Config>& walk)
+      : q_head(walk.kv_head * (p.num_heads_q / p.num_heads_kv)), q_block(walk.first_q_block) {}
+  __device__ __forceinline__ void advance(const BwdWalk<Config>& walk) {
+    if (++q_block == walk.first_q_block + walk.num_q_blocks) {
+      q_block = walk.first_q_block;
+      ++q_head;
+    }
+  }
+};
+
+template <class Config>
+__device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<Config>& smem) {
+  using Traits = BwdTraits<Config>;
+  const BwdWalk<Config> walk(p);
+  if (walk.num_steps == 0) return;
+  const auto boxes = [&](uint32_t destination, const CUtensorMap* map, int chunk_bytes, int head,
+                         int position, uint32_t barrier) {
+#pragma unroll
+    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+      ptx::copy_box_4d(destination + chunk * chunk_bytes, map, chunk * 64, head, position,
+                       walk.batch, barrier);
+    }
+  };
+  RingPosition<Traits::kQStages> q_write(1);
+  RingPosition<Traits::kDoStages> do_write(1);
+  BwdStep<Config> step(p, walk);
+  for (int i = 0; i < walk.num_steps; ++i) {
+    const int first_row = step.q_block * Traits::kBlockQ;
+    const int64_t row =
+        (static_cast<int64_t>(walk.batch) * p.num_heads_q + step.q_head) * p.rows() + first_row;
+    if (i == 0) {
+      ptx::mbarrier_arrive_expect_bytes(smem.k_full(), Traits::kKeyBytes);
+      boxes(smem.keys(), &p.k_map, Traits::kKeyChunkBytes, walk.kv_head, walk.first_key,
+            smem.k_full());
+    }
+    const uint32_t q_full = smem.q_full(q_write.stage), do_full = smem.do_full(do_write.stage);
+    ptx::mbarrier_wait_idle(smem.q_empty(q_write.stage), q_write.parity);
+    ptx::mbarrier_arrive_expect_bytes(q_full, Traits::kQueryBytes + Traits::kRowBytes);
+    boxes(smem.queries(q_write.stage), &p.q_map, Traits::kQueryChunkBytes, step.q_head, first_row,
+          q_full);
+    ptx::copy_bulk(smem.row_lse(q_write.stage), p.row_lse + row, Traits::kRowBytes, q_full);
+    if (i == 0) {
+      ptx::mbarrier_arrive_expect_bytes(smem.v_full(), Traits::kKeyBytes);
+      boxes(smem.values(), &p.v_map, Traits::kKeyChunkBytes, walk.kv_head, walk.first_key,
+            smem.v_full());
+    }
+    ptx::mbarrier_wait_idle(smem.do_empty(do_write.stage), do_write.parity);
+    ptx::mbarrier_arrive_expect_bytes(do_full, Traits::kQueryBytes + Traits::kRowBytes);
+    boxes(smem.out_grads(do_write.stage), &p.dout_map, Traits::kQueryChunkBytes, step.q_head,
+          first_row, do_full);
+    ptx::copy_bulk(smem.row_delta(do_write.stage), p.row_delta + row, Traits::kRowBytes, do_full);
+    q_write.advance();
+    do_write.advance();
+    step.advance(walk);
+  }
+}
+
+}  // namespace jax_fa3

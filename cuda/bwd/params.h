@@ -1,0 +1,68 @@
+// What a backward launch is given: raw device pointers and sizes.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "../common/element_kind.h"
+#include "../common/mask.h"
+#include "../common/scheduler.h"
+
+namespace jax_fa3 {
+
+// Rows of the workspaces are padded to whole 128-row blocks, which every kernel's q tile divides.
+inline constexpr int kBwdRowPad = 128;
+
+// One f32 piece of dq_acc holds 64 query rows x 64 columns in the order in which the lanes of a
+// math warpgroup hold them: [warp 4][vector 8][lane 32][4]; vector i of lane (g = lane / 4, t =
+// lane % 4) has columns 8i + 2t, +1 of row 16 warp + g, then of row 16 warp + g + 8.
+inline constexpr int kPieceRows = 64, kPieceFloats = 64 * 64, kPieceWarpFloats = 16 * 64;
+
+struct BwdParams {
+  int batch;
+  int seqlen_q;
+  int seqlen_k;
+  int num_heads_q;
+  int num_heads_kv;
+  bool is_causal;
+  bool bottom_right;  // alignment of the causal diagonal when seqlen_q != seqlen_k
+  bool wants_scale_grads;
+
+  const void* q;               // [batch, seqlen_q, num_heads_q, head_dim]
+  const void* k;               // [batch, seqlen_k, num_heads_kv, head_dim]
+  const void* v;               // like k
+  const void* out;             // like q
+  const void* dout;            // like q
+  const float* logsumexp;      // [batch, num_heads_q, seqlen_q], natural log
+  const float* dlogsumexp;     // like logsumexp
+  const float* softmax_scale;  // one float on the device
+
+  void* dq;  // like q
+  void* dk;  // like k
+  void* dv;  // like k
+  float*
+      scale_grads;  // [batch, num_heads_q, rows / 64]: parts of the gradient of softmax_scale, or 0
+  float* row_lse;   // workspace [batch, num_heads_q, rows]: what S starts from, see rows.cuh
+  float* row_delta;  // workspace, like row_lse: what dP starts from
+  float* dq_acc;     // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces
+
+  // Filled by the launch.
+  TileOrder order;  // of key blocks and kv heads
+  CUtensorMap q_map, k_map, v_map, dout_map;
+
+  // Factor from scores to logits in log2 units. Bounded away from 0, where row_lse has no place: the
+  // smallest factors make every score vanish all the same.
+  FA3_HOST_DEVICE static float scale_log2(float softmax_scale) {
+    const float factor = softmax_scale * 1.4426950408889634f;
+    constexpr float kSmallest = 0x1p-64f;
+    if (factor < 0.0f) return factor > -kSmallest ? -kSmallest : factor;
+    return factor < kSmallest ? kSmallest : factor;
+  }
+  FA3_HOST_DEVICE int rows() const { return static_cast<int>(round_up(seqlen_q, kBwdRowPad)); }
+  FA3_HOST_DEVICE KeyRange key_range() const {
+    return KeyRange{seqlen_k, is_causal, bottom_right ? seqlen_k - seqlen_q : 0};
+  }
+};
+
+}  // namespace jax_fa3

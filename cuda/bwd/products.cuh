@@ -1,0 +1,85 @@
+// The five matrix products of a math warpgroup, issued on wgmma. The caller fences, commits and
+// waits. Scores are transposed: keys are the 64 rows, queries the columns.
+#pragma once
+
+#include "../ptx/warpgroup.cuh"
+#include "config.h"
+#include "smem.cuh"
+
+namespace jax_fa3 {
+
+template <class Config>
+struct BwdProducts {
+  using Traits = BwdTraits<Config>;
+  using Element = typename Traits::Element;
+  static constexpr int kScores = Traits::kBlockQ / 2;     // f32 registers of 64 keys x kBlockQ
+  static constexpr int kFrags = kScores / 2;              // the same as packed 16-bit pairs
+  static constexpr int kKeyGrads = Traits::kHeadDim / 2;  // 64 keys x head_dim
+  static constexpr int kPiece = 32;                       // 64 queries x 64 columns
+  static constexpr int kRowStep = 16 * 128 >> 4;          // 16 rows further along K, MN-major
+
+  // acc += A B^T over head_dim: A is this warpgroup's 64 rows of K or V, B the tile of Q or dO.
+  __device__ __forceinline__ static void issue_scores(float (&acc)[kScores], uint64_t a,
+                                                      uint64_t b) {
+#pragma unroll
+    for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
+      const int within = 2 * (step % 4), chunk = step / 4;
+      ptx::WgmmaSs<Element, Element, float, Traits::kBlockQ>::run(
+          acc, a + within + chunk * (Traits::kKeyChunkBytes >> 4),
+          b + within + chunk * (Traits::kQueryChunkBytes >> 4), 1);
+    }
+  }
+
+  // acc (+)= frag B over the queries: dV from P^T and dO, dK from dS^T and Q.
+  __device__ __forceinline__ static void issue_key_grads(float (&acc)[kKeyGrads],
+                                                         const uint32_t (&frag)[kFrags], uint64_t b,
+                                                         bool accumulate) {
+#pragma unroll
+    for (int step = 0; step < Traits::kBlockQ / 16; ++step) {
+      ptx::WgmmaRs<Element, Element, float, Traits::kHeadDim>::run(
+          acc, frag + 4 * step, b + step * kRowStep, step > 0 || accumulate);
+    }
+  }
+
+  // acc = dS K over the CTA's keys: one piece of dQ.
+  __device__ __forceinline__ static void issue_query_grads(float (&acc)[kPiece], uint64_t a,
+                                                           uint64_t b) {
+#pragma unroll
+    for (int step = 0; step < Traits::kBlockKv / 16; ++step) {
+      ptx::WgmmaSsMn<Element, Element, float, 64>::run(acc, a + step * kRowStep,
+                                                       b + step * kRowStep, step > 0);
+    }
+  }
+
+  // Which piece of the step's dQ a warpgroup makes: its rows (64 of kBlockQ) and its columns.
+  __device__ __forceinline__ static int piece_rows(int warpgroup) {
+    return Traits::kBlockQ == 128 ? warpgroup : 0;
+  }
+  __device__ __forceinline__ static int piece_chunk(int warpgroup) {
+    return Traits::kBlockQ == 128 ? 0 : warpgroup;
+  }
+
+  // Descriptors of tiles at `tile` = shared address / 16.
+  // K or V as the A of issue_scores.
+  __device__ __forceinline__ static uint64_t key_descriptor(uint32_t tile, int warpgroup) {
+    return ptx::k_major_descriptor<128>(tile + warpgroup * (64 * 128 >> 4));
+  }
+  // Q or dO as the B of issue_scores, and of issue_key_grads.
+  __device__ __forceinline__ static uint64_t query_descriptor(uint32_t tile) {
+    return ptx::k_major_descriptor<128>(tile);
+  }
+  __device__ __forceinline__ static uint64_t query_rows_descriptor(uint32_t tile) {
+    return ptx::mn_major_descriptor<Traits::kQueryChunkBytes>(tile);
+  }
+  // dS and K for issue_query_grads.
+  __device__ __forceinline__ static uint64_t score_grad_descriptor(uint32_t tile, int warpgroup) {
+    return ptx::mn_major_descriptor<Traits::kKeyChunkBytes>(
+        tile + piece_rows(warpgroup) * (Traits::kKeyChunkBytes >> 4));
+  }
+  __device__ __forceinline__ static uint64_t key_rows_descriptor(uint32_t tile, int warpgroup) {
+    return ptx::mn_major_descriptor<Traits::kKeyChunkBytes>(
+        tile + piece_chunk(warpgroup) * (Traits::kKeyChunkBytes >> 4));
+  }
+};
+
+}  // namespace jax_fa3

@@ -1,0 +1,118 @@
+// The kernels around bwd_kernel: what it needs of every query row, and dQ in its final form.
+//
+// bwd_rows_kernel      row_delta = dlogsumexp - sum(out * dout) and row_lse = -logsumexp / scale: with
+//                      them as the first values of their accumulators, dP comes out less delta and
+//                      S scaled is the log2 of P. P is 0 for rows that see no key and for padding.
+//                      A block has 4 warps; head_dim / 8 lanes share a row, 16 bytes each.
+// bwd_queries_kernel   dq = softmax_scale * dq_acc in 16 bits, and where asked for sum(q * dq_acc)
+//                      for the gradient of softmax_scale. A block makes the 64 rows of one head, a warp 16 of them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "epilogue.cuh"
+
+namespace jax_fa3 {
+
+template <bool kIsBf16>
+__device__ __forceinline__ float2 unpack_16bit(uint32_t pair) {
+  if constexpr (kIsBf16)
+    return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair));
+  else
+    return __half22float2(*reinterpret_cast<__half2*>(&pair));
+}
+
+template <class Config>
+__global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ BwdParams p) {
+  using Traits = BwdTraits<Config>;
+  constexpr int kLanes = Traits::kHeadDim / 8, kRowsHere = 128 / kLanes;
+  const int64_t flat = static_cast<int64_t>(blockIdx.x) * kRowsHere + threadIdx.x / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  const int rows = p.rows();
+  const int row = static_cast<int>(flat % rows);  // rows is a multiple of kRowsHere: no remainder
+  const int64_t head = flat / rows;
+  const int64_t batch = head / p.num_heads_q;
+  float delta = 0.0f, lse2 = INFINITY;
+  if (row < p.seqlen_q) {
+    const int64_t position =
+        ((batch * p.seqlen_q + row) * p.num_heads_q + head % p.num_heads_q) * kLanes + lane;
+    const uint4 a = __ldg(static_cast<const uint4*>(p.out) + position);
+    const uint4 b = __ldg(static_cast<const uint4*>(p.dout) + position);
+    const uint32_t as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack_16bit<Traits::kIsBf16>(as[i]),
+                   y = unpack_16bit<Traits::kIsBf16>(bs[i]);
+      delta = fmaf(-x.x, y.x, fmaf(-x.y, y.y, delta));
+    }
+    const int64_t statistic = head * p.seqlen_q + row;
+    const float natural = __ldg(p.logsumexp + statistic);
+    if (natural != -INFINITY) lse2 = natural * 1.4426950408889634f;
+    if (lane == 0) delta += __ldg(p.dlogsumexp + statistic);
+  }
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
+    delta += __shfl_xor_sync(0xFFFFFFFFu, delta, distance);
+  if (lane == 0) {
+    p.row_delta[flat] = delta;
+    p.row_lse[flat] = -lse2 / BwdParams::scale_log2(__ldg(p.softmax_scale));
+  }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(128) bwd_queries_kernel(const __grid_constant__ BwdParams p) {
+  using Traits = BwdTraits<Config>;
+  __shared__ __align__(16) uint8_t shared[4 * 16 * 128];
+  __shared__ float parts[4];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int row_blocks = p.rows() / kPieceRows;
+  const int64_t head = blockIdx.x / row_blocks;
+  const int first_row = static_cast<int>(blockIdx.x % row_blocks) * kPieceRows + warp * 16;
+  const int64_t batch = head / p.num_heads_q;
+  const int64_t row_stride = static_cast<int64_t>(p.num_heads_q) * Traits::kHeadDim * 2;
+  const int64_t offset =
+      (batch * p.seqlen_q + first_row) * row_stride + head % p.num_heads_q * Traits::kHeadDim * 2;
+  const float scale = __ldg(p.softmax_scale);
+  float scale_grad = 0.0f;
+#pragma unroll
+  for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+    const float4* piece = reinterpret_cast<const float4*>(
+        p.dq_acc + (static_cast<int64_t>(blockIdx.x) * Traits::kChunks + chunk) * kPieceFloats +
+        warp * kPieceWarpFloats);
+    float acc[32];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float4 four = __ldg(piece + i * 32 + lane);
+      acc[4 * i] = four.x;
+      acc[4 * i + 1] = four.y;
+      acc[4 * i + 2] = four.z;
+      acc[4 * i + 3] = four.w;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (p.wants_scale_grads && first_row + g + 8 * r < p.seqlen_q) {
+        const char* q =
+            static_cast<const char*>(p.q) + offset + (g + 8 * r) * row_stride + chunk * 128 + t * 4;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float2 pair =
+              unpack_16bit<Traits::kIsBf16>(__ldg(reinterpret_cast<const uint32_t*>(q + i * 16)));
+          scale_grad =
+              fmaf(pair.x, acc[4 * i + 2 * r], fmaf(pair.y, acc[4 * i + 2 * r + 1], scale_grad));
+        }
+      }
+    }
+    store_warp_rows<Traits::kIsBf16, 64>(acc, scale, ptx::smem_address(shared + warp * 16 * 128),
+                                         static_cast<char*>(p.dq) + offset + chunk * 128,
+                                         row_stride, p.seqlen_q - first_row);
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    scale_grad += __shfl_xor_sync(0xFFFFFFFFu, scale_grad, distance);
+  if (lane == 0) parts[warp] = scale_grad;
+  __syncthreads();
+  if (threadIdx.x == 0) p.scale_grads[blockIdx.x] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+}
+
+}  // namespace jax_fa3

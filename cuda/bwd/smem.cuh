@@ -1,0 +1,81 @@
+// Shared memory of a backward CTA: where every tile and barrier lies.
+#pragma once
+
+#include "../common/ring.h"
+#include "../ptx/mbarrier.cuh"
+#include "config.h"
+
+namespace jax_fa3 {
+
+template <class Config>
+struct BwdSmem {
+  using Traits = BwdTraits<Config>;
+  static constexpr int kQStages = Traits::kQStages, kDoStages = Traits::kDoStages;
+
+  // Byte offsets from a 1024-aligned base.
+  static constexpr int kKeys = 0;
+  static constexpr int kValues = kKeys + Traits::kKeyBytes;
+  static constexpr int kQueries = kValues + Traits::kKeyBytes;
+  static constexpr int kOutGrads = kQueries + kQStages * Traits::kQueryBytes;
+  static constexpr int kScoreGrads = kOutGrads + kDoStages * Traits::kQueryBytes;
+  static constexpr int kStaging = kScoreGrads + 2 * Traits::kScoreGradBytes;
+  static constexpr int kRowLse = kStaging + Traits::kMathWarpgroups * Traits::kPieceBytes;
+  static constexpr int kRowDelta = kRowLse + kQStages * Traits::kRowBytes;
+  static constexpr int kBarriers = kRowDelta + kDoStages * Traits::kRowBytes;
+  static constexpr int kNumBarriers = 2 + 2 * kQStages + 2 * kDoStages;
+  static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
+  static constexpr int kAllocation = kBytes + 1024;  // room to align the base
+
+  static_assert(kAllocation <= 227 * 1024, "the tiles do not fit one SM's shared memory (227 KiB)");
+
+  uint32_t base;
+
+  __device__ __forceinline__ explicit BwdSmem(const void* dynamic_smem)
+      : base((ptx::smem_address(dynamic_smem) + 1023) & ~1023u) {}
+
+  // The same tiles counted in 16 bytes from `base16` = base / 16, for wgmma descriptors.
+  static constexpr int kKeys16 = kKeys / 16, kValues16 = kValues / 16, kQueries16 = kQueries / 16,
+                       kOutGrads16 = kOutGrads / 16, kScoreGrads16 = kScoreGrads / 16,
+                       kQueryBytes16 = Traits::kQueryBytes / 16;
+
+  __device__ __forceinline__ uint32_t keys() const { return base + kKeys; }
+  __device__ __forceinline__ uint32_t values() const { return base + kValues; }
+  __device__ __forceinline__ uint32_t queries(int stage) const {
+    return base + kQueries + stage * Traits::kQueryBytes;
+  }
+  __device__ __forceinline__ uint32_t out_grads(int stage) const {
+    return base + kOutGrads + stage * Traits::kQueryBytes;
+  }
+  __device__ __forceinline__ uint32_t score_grads(int buffer) const {
+    return base + kScoreGrads + buffer * Traits::kScoreGradBytes;
+  }
+  // 4 KiB of a math warp: its slice of a dQ piece, at the end its rows of dK and dV.
+  __device__ __forceinline__ uint32_t staging(int math_warp) const {
+    return base + kStaging + math_warp * (kPieceWarpFloats * 4);
+  }
+  __device__ __forceinline__ uint32_t row_lse(int stage) const {
+    return base + kRowLse + stage * Traits::kRowBytes;
+  }
+  __device__ __forceinline__ uint32_t row_delta(int stage) const {
+    return base + kRowDelta + stage * Traits::kRowBytes;
+  }
+  __device__ __forceinline__ uint32_t k_full() const { return base + kBarriers; }
+  __device__ __forceinline__ uint32_t v_full() const { return base + kBarriers + 8; }
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 + stage); }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const {
+    return barrier(2 + kQStages + stage);
+  }
+  __device__ __forceinline__ uint32_t do_full(int stage) const {
+    return barrier(2 + 2 * kQStages + stage);
+  }
+  __device__ __forceinline__ uint32_t do_empty(int stage) const {
+    return barrier(2 + 2 * kQStages + kDoStages + stage);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t barrier(int index) const {
+    return base + kBarriers + index * 8;
+  }
+};
+
+}  // namespace jax_fa3
