@@ -221,9 +221,10 @@ def run(
     for name, x in main.items():
         _check_placement(function, name, x, only_cuda)
         main[name] = _refuse_float8_gradient(function, name, x)
+    constant_scale = not isinstance(arrays["softmax_scale"], jax.Array)
     arrays = {name: _fold.as_operand(name, x) for name, x in arrays.items() if x is not None}
     given = {**main, **arrays}
-    core = _core(function, config, plan.path, only_cuda)
+    core = _core(function, config, plan.path, only_cuda, constant_scale)
     out, logsumexp = _over_leading(given, query.ndim - 3, core)
     return (out, logsumexp) if return_logsumexp else out
 
@@ -284,13 +285,17 @@ def _over_leading(
 
 
 def _core(
-    function: str, config: Config, path: Literal["cuda", "xla"], only_cuda: bool
+    function: str,
+    config: Config,
+    path: Literal["cuda", "xla"],
+    only_cuda: bool,
+    constant_scale: bool,
 ) -> Callable[[Operands], tuple[jax.Array, jax.Array]]:
     """The function of rank-4 operands that the plan chose, for the mesh it is traced under."""
 
     def kernel(operands: Operands) -> tuple[jax.Array, jax.Array]:
         arrays = _local.present(operands)
-        call = _local.Call(config, tuple(arrays), only_cuda, function)
+        call = _local.Call(config, tuple(arrays), only_cuda, function, constant_scale)
         values = [x[None] if name in _local.UNBATCHED else x for name, x in arrays.items()]
         if _compat.in_manual_region():
             values = _compat.mark_varying(values)

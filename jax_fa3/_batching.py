@@ -30,8 +30,8 @@ def forward(call: Call) -> Callable[..., Arrays]:
 
 @functools.cache
 def backward(call: Call) -> Callable[..., Arrays]:
-    """Cotangents of the differentiable operands from the operands in call.names, then dout and
-    dlogsumexp."""
+    """Cotangents of the operands that want one, from the operands in call.names, then out,
+    logsumexp, dout and dlogsumexp."""
     return _with_rule(functools.partial(_partition.backward, call))
 
 

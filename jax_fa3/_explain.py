@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from jax_fa3 import _compat, _ffi, _shapes
+from jax_fa3 import _compat, _ffi, _grad, _shapes
 from jax_fa3._shapes import Config, Dims
 
 SERVED_HEAD_DIMS = (64, 128, 256)
@@ -122,12 +122,21 @@ def plan(
         tuple(facts.items()),
         quantization,
         (("xla", reason), (other[0], other[1])),
-        _notes(dims, implementation),
+        _notes(dims, config, dtypes, given, implementation),
     )
 
 
-def _notes(dims: Dims, implementation: str | None) -> tuple[str, ...]:
-    notes = ["the backward pass recomputes on the XLA path"]
+def _notes(
+    dims: Dims,
+    config: Config,
+    dtypes: Mapping[str, Any],
+    given: Iterable[str],
+    implementation: str | None,
+) -> tuple[str, ...]:
+    reason = _grad.unserved_reason(config, dims.head_dim, dims.head_dim_v, dtypes.values(), given)
+    notes = [f"the backward pass runs CUDA ({_ffi.TARGET_BWD})"]
+    if reason is not None:
+        notes = [f"the backward pass recomputes on the XLA path: {reason}"]
     if dims.is_empty:
         notes.append("a size is zero, so no kernel is launched")
     if implementation is None and not _compat.cuda_capabilities():

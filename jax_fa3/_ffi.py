@@ -7,6 +7,9 @@ installed jaxlib. It never asks for a device. When registration is not possible,
 Targets of one forward pass:
   precision="fp8"     jax_fa3_quantize (images and their factors), then jax_fa3_fwd_fp8
   precision="native"  jax_fa3_fwd
+and of one backward pass:
+  precision="fp8"     jax_fa3_quantize again, jax_fa3_dequantize, then jax_fa3_bwd
+  precision="native"  jax_fa3_bwd
 """
 
 from __future__ import annotations
@@ -24,13 +27,19 @@ import numpy as np
 from jax_fa3 import _compat, _install
 
 TARGET_QUANTIZE: Final = "jax_fa3_quantize"
+TARGET_DEQUANTIZE: Final = "jax_fa3_dequantize"
 TARGET_FWD_FP8: Final = "jax_fa3_fwd_fp8"
 TARGET_FWD: Final = "jax_fa3_fwd"
-TARGETS: Final = (TARGET_QUANTIZE, TARGET_FWD_FP8, TARGET_FWD)
+TARGET_BWD: Final = "jax_fa3_bwd"
+TARGETS: Final = (TARGET_QUANTIZE, TARGET_DEQUANTIZE, TARGET_FWD_FP8, TARGET_FWD, TARGET_BWD)
 
 # Row granularity of the images: queries are padded to 64 rows, keys to whole granules of 128.
 _PAD_Q: Final = 64
 _PAD_K: Final = 128
+# Query rows of the backward's workspaces are padded to 128; a part of the gradient of softmax_scale
+# covers 64.
+_PAD_BWD: Final = 128
+_ROWS_PER_PART: Final = 64
 # Keys per partial of the channel statistics; one slot more holds their total.
 _KEYS_PER_CHUNK: Final = 512
 # Scratch of the forward kernels: the counter from which CTAs take their tiles.
@@ -222,6 +231,93 @@ def fwd_native(
     return out, logsumexp
 
 
+def rotated_order(head_dim: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Which coordinate of a rotated row stands at each place of an image row (and of dequantised
+    query and key): int64 [head_dim]. See cuda/quantize/rotation.h."""
+    lanes = head_dim // 16
+    coordinate = np.arange(head_dim)
+    place = coordinate % 4 + coordinate // (4 * lanes) * 4 + coordinate // 4 % lanes * 16
+    return np.argsort(place)
+
+
+def dequantize_operands(
+    images: Images, *, seqlen_q: int, seqlen_k: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `fwd_fp8` multiplies, as bfloat16 arrays.
+
+    Returns: query [batch, seqlen_q, num_heads_q, head_dim] in log2 units, so that query @ key^T are
+    the logits less q_shift, and its coordinates (like those of key) in `rotated_order` after a
+    rotation; key and value [batch, seqlen_k, num_heads_kv, head_dim]. Query and key are exact,
+    value is rounded.
+    """
+    batch, num_heads_q, _, head_dim = images.q_image.shape
+    num_heads_kv = images.k_image.shape[1]
+    keys = (batch, seqlen_k, num_heads_kv, head_dim)
+    query, key, value = _call(
+        TARGET_DEQUANTIZE,
+        [
+            ((batch, seqlen_q, num_heads_q, head_dim), jnp.bfloat16),
+            (keys, jnp.bfloat16),
+            (keys, jnp.bfloat16),
+        ],
+        (
+            images.q_image,
+            images.q_descale,
+            images.k_image,
+            images.k_descale,
+            images.v_image,
+            images.v_descale,
+            images.v_mean,
+        ),
+    )
+    return query, key, value
+
+
+def bwd(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    dout: jax.Array,
+    dlogsumexp: jax.Array,
+    softmax_scale: jax.Array,
+    *,
+    is_causal: bool,
+    bottom_right: bool,
+    wants_scale: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Gradients of 16-bit attention.
+
+    Args:
+      query, key, value, out, dout: [batch, seqlen, heads, head_dim] of one dtype.
+      logsumexp, dlogsumexp: f32 [batch, num_heads_q, seqlen_q], natural log.
+      softmax_scale: f32 [].
+      wants_scale: whether the gradient of softmax_scale is wanted.
+    Returns: dquery, dkey, dvalue, and f32 [batch] parts of the gradient of softmax_scale (zeros
+      where it is not wanted).
+    """
+    batch, seqlen_q, num_heads_q, head_dim = query.shape
+    rows = _round_up(seqlen_q, _PAD_BWD)
+    dquery, dkey, dvalue, scale_grads, *_ = _call(
+        TARGET_BWD,
+        [
+            (query.shape, query.dtype),
+            (key.shape, key.dtype),
+            (value.shape, value.dtype),
+            ((batch, num_heads_q, rows // _ROWS_PER_PART), jnp.float32),
+            ((batch, num_heads_q, rows), jnp.float32),  # workspaces, dropped
+            ((batch, num_heads_q, rows), jnp.float32),
+            ((batch, num_heads_q, rows, head_dim), jnp.float32),
+        ],
+        (query, key, value, out, logsumexp, dout, dlogsumexp, softmax_scale),
+        is_causal=bool(is_causal),
+        bottom_right=bool(bottom_right),
+        wants_scale_grads=bool(wants_scale),
+    )
+    return dquery, dkey, dvalue, jnp.sum(scale_grads, axis=(1, 2))
+
+
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -248,8 +344,9 @@ def _call(
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What `jax.export.export` needs as disabled_checks to accept this package's custom calls.
 
-    Exported programs name the targets "jax_fa3_quantize", "jax_fa3_fwd_fp8" and "jax_fa3_fwd"; load
-    them in a process that has imported a jax_fa3 with the same targets.
+    Exported programs name the targets "jax_fa3_quantize", "jax_fa3_dequantize", "jax_fa3_fwd_fp8",
+    "jax_fa3_fwd" and "jax_fa3_bwd"; load them in a process that has imported a jax_fa3 with the
+    same targets.
 
     Returns: one check for each target.
     """

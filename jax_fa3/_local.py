@@ -52,16 +52,22 @@ class Call(NamedTuple):
       names: which operands are given, in the order in which the layers pass their arrays.
       only_cuda: implementation="cuda": no XLA branch for other platforms.
       function: the public function, first word of every message.
+      constant_scale: softmax_scale is a plain number, so that nobody asks for its gradient.
     """
 
     config: Config
     names: tuple[str, ...]
     only_cuda: bool
     function: str
+    constant_scale: bool
 
     def operands(self, arrays: Sequence[jax.Array]) -> Operands:
         """The operands from their arrays in the order of names."""
         return Operands(**dict(zip(self.names, arrays, strict=True)))
+
+    def wants_gradient(self, name: str, x: Any) -> bool:
+        """Whether operand `name`, of x's type, gets a cotangent."""
+        return is_differentiable(x) and not (name == "softmax_scale" and self.constant_scale)
 
 
 def present(operands: Operands) -> dict[str, jax.Array]:
@@ -105,53 +111,6 @@ def forward(operands: Operands, call: Call) -> tuple[jax.Array, jax.Array]:
         _ungroup(out, len(rest) + 1, heads, sizes, grouped),
         _ungroup(logsumexp, len(rest), heads, sizes, grouped),
     )
-
-
-@_compat.any_rank
-def backward(
-    operands: Operands, dout: jax.Array, dlogsumexp: jax.Array, config: Config
-) -> dict[str, jax.Array]:
-    """Cotangent of every differentiable operand, by recomputing through the XLA path.
-
-    On axes that come from vmap the cotangents have the full size (one gradient per example, also
-    for an operand that the examples share); on the call's own batch axis they have the operand's
-    size.
-    """
-    arrays = present(operands)
-    wanted = [name for name, x in arrays.items() if is_differentiable(x)]
-    if dout.ndim == 4:
-        return _backward_one(arrays, dout, dlogsumexp, wanted, config)
-    extra = {"dout": dout, "dlogsumexp": dlogsumexp}
-    every = {**arrays, **extra}
-    axes = {name: 0 if x.shape[0] != 1 else None for name, x in every.items()}
-    squeezed = {name: x if axes[name] == 0 else x[0] for name, x in every.items()}
-
-    def inner(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        own = Operands(**{name: values[name] for name in arrays})
-        return backward(own, values["dout"], values["dlogsumexp"], config)
-
-    if all(axis is None for axis in axes.values()):
-        return {name: g[None] for name, g in inner(squeezed).items()}
-    return jax.vmap(inner, in_axes=(axes,))(squeezed)
-
-
-def _backward_one(
-    arrays: dict[str, jax.Array],
-    dout: jax.Array,
-    dlogsumexp: jax.Array,
-    wanted: list[str],
-    config: Config,
-) -> dict[str, jax.Array]:
-    def run(variables: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        merged = {**arrays, **variables}
-        for name in UNBATCHED:
-            if name in merged:
-                merged[name] = merged[name][0]
-        return _xla(Operands(**merged), config)
-
-    _, pull = jax.vjp(run, {name: arrays[name] for name in wanted})
-    (grads,) = pull((dout, dlogsumexp))
-    return dict(grads)
 
 
 def _map_axis(arrays: dict[str, jax.Array], axis: int, call: Call) -> tuple[jax.Array, jax.Array]:
@@ -269,12 +228,26 @@ def _kernel(operands: Operands, config: Config) -> tuple[jax.Array, jax.Array]:
             is_causal=config.is_causal,
             bottom_right=bottom_right,
         )
+    return _ffi.fwd_fp8(
+        quantize(operands, config),
+        seqlen_q=query.shape[1],
+        seqlen_k=key.shape[1],
+        is_causal=config.is_causal,
+        bottom_right=bottom_right,
+        linear_exp=config.quantization.softmax == "linear",
+        out_dtype=config.out_dtype,
+    )
+
+
+def quantize(operands: Operands, config: Config) -> _ffi.Images:
+    """The images of rank-4 operands as config wants them: the first FFI call of precision="fp8"."""
+    query, key, value = operands.query, operands.key, operands.value
     quantization = config.quantization
     factor = _fp8_model.logits_factor(operands)
     v_factor = operands.value_descale
     if v_factor is None:
         v_factor = jnp.ones_like(factor)
-    images = _ffi.quantize_operands(
+    return _ffi.quantize_operands(
         query,
         key,
         value,
@@ -284,13 +257,4 @@ def _kernel(operands: Operands, config: Config) -> tuple[jax.Array, jax.Array]:
         hadamard=_shapes.uses_hadamard(config, query, key),
         smooth_key=bool(quantization.smooth_key) and not _shapes.is_float8(key),
         center_value=bool(quantization.center_value) and not _shapes.is_float8(value),
-    )
-    return _ffi.fwd_fp8(
-        images,
-        seqlen_q=query.shape[1],
-        seqlen_k=key.shape[1],
-        is_causal=config.is_causal,
-        bottom_right=bottom_right,
-        linear_exp=quantization.softmax == "linear",
-        out_dtype=config.out_dtype,
     )

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jax_fa3 import _compat, _local
+from jax_fa3 import _compat, _grad, _local
 from jax_fa3._local import Call
 from jax_fa3._shapes import Operands
 
@@ -45,7 +45,8 @@ def forward(call: Call, *arrays: jax.Array) -> Arrays:
 
 
 def backward(call: Call, *arrays: jax.Array) -> Arrays:
-    """Cotangents of the differentiable operands; arrays are the operands, dout and dlogsumexp."""
+    """Cotangents of the operands that want one; arrays are the operands and the four of
+    `_grad.Results`."""
     run = _local_backward(call) if _compat.in_manual_region() else _backward(call)
     return tuple(run(*arrays))
 
@@ -285,8 +286,8 @@ def _local_forward(call: Call) -> Callable[..., Arrays]:
 
 def _local_backward(call: Call) -> Callable[..., Arrays]:
     def jax_fa3_backward(*arrays: jax.Array) -> Arrays:
-        *own, dout, dlogsumexp = arrays
-        grads = _local.backward(call.operands(own), dout, dlogsumexp, call.config)
+        own, results = arrays[: len(call.names)], _grad.Results(*arrays[len(call.names) :])
+        grads = _grad.backward(call.operands(own), results, call)
         return tuple(grads[name] for name in call.names if name in grads)
 
     return jax_fa3_backward
@@ -328,10 +329,10 @@ def _forward(call: Call) -> Callable[..., Arrays]:
 def _backward(call: Call) -> Callable[..., Arrays]:
     names, run = call.names, _local_backward(call)
     in_labels = [_local.LABELS[name] for name in names]
-    in_labels += [_local.OUT_LABELS, _local.LOGSUMEXP_LABELS]
+    in_labels += 2 * [_local.OUT_LABELS, _local.LOGSUMEXP_LABELS]
 
     def wanted(args: Sequence[Any]) -> list[str]:
-        return [n for n, x in zip(names, args, strict=False) if _local.is_differentiable(x)]
+        return [n for n, x in zip(names, args, strict=False) if call.wants_gradient(n, x)]
 
     def shardings(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> tuple[Layout, Any]:
         layout = layout_of(mesh, dict(zip(names, args, strict=False)))
@@ -368,11 +369,13 @@ def _backward(call: Call) -> Callable[..., Arrays]:
         return mesh, lower, out_shardings, in_shardings
 
     def rule(mesh: Mesh, values: Sequence[Any], results: Sequence[Any]) -> Any:
-        # Cotangents exist for the floating operands; their order is that of the operands.
-        floating = [
-            n for n, t in zip(names, values, strict=False) if _is_float_type(t.element_type)
+        # Cotangents exist for these operands, in the order of the operands.
+        targets = [
+            n
+            for n, t in zip(names, values, strict=False)
+            if _is_float_type(t.element_type) and not (n == "softmax_scale" and call.constant_scale)
         ]
-        return _rule(in_labels, [_local.LABELS[n] for n in floating])(mesh, values, results)
+        return _rule(in_labels, [_local.LABELS[n] for n in targets])(mesh, values, results)
 
     return _compat.partitioned(run, partition=partition, infer=infer, sharding_rule=rule)
 

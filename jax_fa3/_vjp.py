@@ -1,7 +1,7 @@
 """Reverse mode: what the forward pass saves and how the backward pass uses it.
 
 Saved are the operands, `out` and `logsumexp`; the last two carry the names below for remat
-policies. The backward pass recomputes the probabilities from the saved operands on the XLA path.
+policies. The backward pass recomputes the probabilities from them (`_grad`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jax_fa3 import _batching, _compat, _local
+from jax_fa3 import _batching, _compat
 from jax_fa3._local import Call
 
 OUT_NAME = "jax_fa3_out"
@@ -67,10 +67,10 @@ def build(call: Call) -> Callable[..., Arrays]:
     def bwd(
         saved: tuple[Arrays, jax.Array, jax.Array], cotangents: Arrays
     ) -> tuple[jax.Array | None, ...]:
-        arrays, _, _ = saved
-        grads = iter(backward_once(*arrays, *cotangents))
+        arrays, out, logsumexp = saved
+        grads = iter(backward_once(*arrays, out, logsumexp, *cotangents))
         return tuple(
-            next(grads) if _local.is_differentiable(x) else None
+            next(grads) if call.wants_gradient(name, x) else None
             for name, x in zip(call.names, arrays, strict=True)
         )
 

@@ -67,6 +67,19 @@ GRADIENT_FP8 = Limit(
 GRADIENT_NATIVE_BF16 = Limit(
     4e-3, 0.0, (1.8e-3, 0.0), "float32 products, rounding of the bfloat16 result (rms 1.7e-3)"
 )
+BACKWARD_BF16 = Limit(
+    1.2e-2,
+    0.0,
+    (8.7e-3, 0.0),
+    "H200: P, dS and the result rounded to bfloat16; peaked rows cancel against the rounded out",
+)
+BACKWARD_F16 = Limit(1.2e-3, 0.0, (8.3e-4, 0.0), "H200: the same in float16")
+BACKWARD_FP8 = Limit(
+    3e-2,
+    0.0,
+    (1.1e-2, 0.0),
+    "H200: the saved out holds the error of an e4m3 P, which meets the exact P in dS",
+)
 BLOCKS_NATIVE = Limit(4e-6, 1e-5, (3.1e-7, 9.5e-7), "another order of float32 sums")
 BLOCKS_FP8 = Limit(
     2e-4, 2e-4, (1.3e-5, 3.6e-5), "integer base: only P below 2^-12 of the largest may round apart"

@@ -113,11 +113,13 @@ def time_shapes(
     flags: argparse.Namespace,
     shapes: list[grid.Shape],
     groups_for: Callable[[grid.Shape], list[list[Contender]]],
+    kind: str = "fwd",
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """Times every group of contenders on every shape.
 
     Args:
       groups_for: contenders that take turns with each other, per shape.
+      kind: of the rows, a key of `results.WORK`.
     Returns: timing rows, and {"shape", "contender", "reason"} for each that could not run.
     """
     rows: list[dict[str, Any]] = []
@@ -155,6 +157,7 @@ def time_shapes(
                             with_quantize=contender.with_quantize,
                             ratio=ratios,
                             state=samples.during(turns.spans),
+                            kind=kind,
                         )
                     )
     return rows, skipped

@@ -25,6 +25,8 @@ from jax_fa3._cli.accuracy import Errors
 from jax_fa3._cli.grid import Shape
 from jax_fa3._cli.timing import Turns
 
+# FLOPs of each kind of timing row over those of the forward.
+WORK = {"fwd": 1.0, "bwd": 2.5, "step": 3.5}
 _PACKAGES = (
     "jax_fa3",
     "jax",
@@ -86,7 +88,10 @@ def timing_row(
     state: dict[str, float],
     kind: str = "fwd",
 ) -> dict[str, Any]:
-    """One row of speed; tflops and ms are medians over the rounds."""
+    """One row of speed; tflops and ms are medians over the rounds.
+
+    kind: "fwd", "bwd" (2.5 times the FLOPs of the forward) or "step" (both).
+    """
     return {
         "kind": kind,
         "impl": impl,
@@ -95,7 +100,7 @@ def timing_row(
         **dataclasses.asdict(shape),
         "regime": regime,
         "with_quantize": with_quantize,
-        "tflops": _short(shape.flops / turns.median / 1e9),
+        "tflops": _short(WORK[kind] * shape.flops / turns.median / 1e9),
         "ms": _short(turns.median),
         "ms_lo": _short(min(turns.ms)),
         "ms_hi": _short(max(turns.ms)),

@@ -1,0 +1,136 @@
+"""Speed of gradients over the FlashAttention-3 grid, next to rivals, as JSON rows.
+
+python benchmarks/bench_backward.py --json benchmarks/results/bwd.json
+
+Two kinds of rows. "bwd": the backward pass alone, from saved results (2.5 times the FLOPs of the
+forward). "step": forward and backward from bf16 inputs, as a training step runs them (3.5 times).
+In fp8 the step quantises; its backward recomputes from the same quantised query and key.
+"""
+
+from __future__ import annotations
+
+import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rivals import RIVALS, JaxRival
+
+import jax_fa3
+from jax_fa3._cli import bench, contenders, text
+from jax_fa3._cli.accuracy import options
+from jax_fa3._cli.contenders import Contender, Unavailable
+from jax_fa3._cli.grid import Shape
+from jax_fa3._cli.timing import Side, jax_side
+
+OURS = ("native", "accurate", "fast")
+KINDS = ("bwd", "step")
+JAX_RIVALS = tuple(
+    key for key, r in RIVALS.items() if isinstance(r, JaxRival) and key != "cudnn_fp8"
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    bench.add_grid_flags(made)
+    add = made.add_argument
+    add(
+        "--ours",
+        type=text.comma_list(str, OURS),
+        default=["native", "accurate"],
+        metavar="LIST",
+        help=f"of {', '.join(OURS)} (default native,accurate)",
+    )
+    add(
+        "--kinds",
+        type=text.comma_list(str, KINDS),
+        default=list(KINDS),
+        metavar="LIST",
+        help="bwd, step (default both)",
+    )
+    add(
+        "--rivals",
+        type=text.comma_list(str, (*JAX_RIVALS, "none")),
+        default=["cudnn", "fa3jax"],
+        metavar="LIST",
+        help=f"of {', '.join(JAX_RIVALS)}, none (default cudnn,fa3jax)",
+    )
+    return made
+
+
+def gradients(function: Callable[..., Any], shape: Shape, kind: str) -> Side:
+    """function(query, key, value) differentiated, on bf16 inputs of a shape."""
+    operands = contenders.inputs(shape, jnp.bfloat16)
+    dout = contenders.inputs(shape, jnp.bfloat16, seed=1)[0]
+    if kind == "step":
+        return jax_side(lambda *x: jax.vjp(function, *x[:3])[1](x[3]), *operands, dout)
+    _, pull = jax.jit(lambda *x: jax.vjp(function, *x))(*operands)
+    return jax_side(lambda pull, dout: pull(dout), pull, dout)
+
+
+def ours(preset: str, kind: str) -> Contender:
+    """`jax_fa3.attention` differentiated; the XLA path where no kernel runs."""
+    runs = contenders.kernels_run()
+
+    def build(shape: Shape) -> Side:
+        def call(q: Any, k: Any, v: Any) -> Any:
+            return jax_fa3.attention(
+                q,
+                k,
+                v,
+                is_causal=shape.is_causal,
+                implementation="cuda" if runs else "xla",
+                **options(preset),
+            )
+
+        return gradients(call, shape, kind)
+
+    native = preset == "native"
+    return Contender(
+        impl="jax_fa3" if runs else "jax_fa3_xla",
+        precision="bf16" if native else "fp8",
+        preset=None if native else preset,
+        with_quantize=not native,
+        build=build,
+    )
+
+
+def rival(key: str, kind: str) -> Contender:
+    """A rival that is a JAX function, differentiated."""
+    found = RIVALS[key]
+    assert isinstance(found, JaxRival)
+
+    def build(shape: Shape) -> Side:
+        reason = found.unavailable("bf16")
+        if reason is None and key == "fa3jax" and shape.head_dim != 128:
+            reason = "fa3jax serves head_dim 128 only"
+        if reason is not None:
+            raise Unavailable(reason)
+        try:
+            return gradients(found.function("bf16", is_causal=shape.is_causal), shape, kind)
+        except Exception as error:  # a rival that fails is skipped and named in the results
+            raise Unavailable(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+    return Contender(key, "bf16", None, False, build)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = parser().parse_args(arguments)
+    shapes = bench.shapes_of(flags)
+    rows: list[dict[str, Any]] = []
+    skipped: list[dict[str, str]] = []
+    for kind in flags.kinds:
+        group = [ours(preset, kind) for preset in flags.ours]
+        group += [rival(key, kind) for key in flags.rivals if key != "none"]
+        more, missing = bench.time_shapes(flags, shapes, lambda _, group=group: [group], kind)
+        rows += more
+        skipped += missing
+    return bench.finish(flags, rows, skipped)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.exit_with_usage(main))

@@ -1,0 +1,244 @@
+"""The backward pass as one device computes it: by the CUDA kernels, or by recomputing on the XLA
+path.
+
+Arrays arrive as in `_local`: leading batch axes of full size or 1. On axes that come from vmap the
+cotangents have the full size (one gradient per example, also for an operand that the examples
+share); on the call's own batch axis they have the operand's size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa3 import _compat, _ffi, _fp8_model, _local, _reference, _shapes
+from jax_fa3._local import Call
+from jax_fa3._shapes import Config, Operands
+
+SERVED_HEAD_DIMS = (64, 128)
+_LN_2 = np.float32(math.log(2))
+
+
+class Results(NamedTuple):
+    """What the forward pass returned, and the cotangents of it."""
+
+    out: jax.Array  # [*batch, seqlen_q, num_heads_q, head_dim_v]
+    logsumexp: jax.Array  # f32 [*batch, num_heads_q, seqlen_q]
+    dout: jax.Array  # like out
+    dlogsumexp: jax.Array  # like logsumexp
+
+
+Arrays = dict[str, jax.Array]
+
+
+def unserved_reason(
+    config: Config, head_dim: int, head_dim_v: int, dtypes: Iterable[Any], given: Iterable[str]
+) -> str | None:
+    """Why the backward kernels do not serve a request whose forward a kernel serves, or None.
+
+    dtypes: of query, key and value. given: the optional operands.
+    """
+    if head_dim not in SERVED_HEAD_DIMS or head_dim_v != head_dim:
+        return f"head_dim must be {' or '.join(map(str, SERVED_HEAD_DIMS))} there"
+    if set(given) - {"softmax_scale"} or any(np.dtype(x) in _shapes.FLOAT8_DTYPES for x in dtypes):
+        return "float8 inputs have no gradient there"
+    if config.deterministic:
+        return "deterministic=True asks for a fixed order of additions"
+    return None
+
+
+@_compat.any_rank
+def backward(operands: Operands, results: Results, call: Call) -> Arrays:
+    """Cotangent of every operand that wants one, by name."""
+    arrays = _local.present(operands)
+    main = [arrays.pop(name) for name in ("query", "key", "value")]
+    head_dim, head_dim_v = main[0].shape[-1], main[2].shape[-1]
+    reason = unserved_reason(call.config, head_dim, head_dim_v, [x.dtype for x in main], arrays)
+    arrays = _local.present(operands)
+    if reason is not None or any(x.size == 0 for x in main):
+        return _by_xla(arrays, results, call)
+
+    def kernel(flat: tuple[Arrays, Results]) -> Arrays:
+        return _by_kernel(*flat, call)
+
+    def default(flat: tuple[Arrays, Results]) -> Arrays:
+        return _by_xla(*flat, call)
+
+    with jax.named_scope("jax_fa3_backward"):
+        grads: Arrays = jax.lax.platform_dependent((arrays, results), cuda=kernel, default=default)
+    return grads
+
+
+# ---- the XLA path -------------------------------------------------------------------------------
+def _by_xla(arrays: Arrays, results: Results, call: Call) -> Arrays:
+    cotangents = {"dout": results.dout, "dlogsumexp": results.dlogsumexp}
+    return _vmapped_xla(arrays, cotangents, call)
+
+
+def _vmapped_xla(arrays: Arrays, cotangents: Arrays, call: Call) -> Arrays:
+    if cotangents["dout"].ndim == 4:
+        return _one_by_xla(arrays, cotangents, call)
+    every = {**arrays, **cotangents}
+    axes = {name: 0 if x.shape[0] != 1 else None for name, x in every.items()}
+    squeezed = {name: x if axes[name] == 0 else x[0] for name, x in every.items()}
+
+    def inner(values: Arrays) -> Arrays:
+        own = {name: values[name] for name in arrays}
+        return _vmapped_xla(own, {name: values[name] for name in cotangents}, call)
+
+    if all(axis is None for axis in axes.values()):
+        return {name: g[None] for name, g in inner(squeezed).items()}
+    return jax.vmap(inner, in_axes=(axes,))(squeezed)
+
+
+def _one_by_xla(arrays: Arrays, cotangents: Arrays, call: Call) -> Arrays:
+    def run(variables: Arrays) -> tuple[jax.Array, jax.Array]:
+        merged = {**arrays, **variables}
+        for name in _local.UNBATCHED:
+            if name in merged:
+                merged[name] = merged[name][0]
+        out, logsumexp = _reference.attention(Operands(**merged), call.config)
+        return out, logsumexp
+
+    wanted = {name: x for name, x in arrays.items() if call.wants_gradient(name, x)}
+    _, pull = jax.vjp(run, wanted)
+    (grads,) = pull((cotangents["dout"], cotangents["dlogsumexp"]))
+    return dict(grads)
+
+
+# ---- the kernels --------------------------------------------------------------------------------
+def _by_kernel(arrays: Arrays, results: Results, call: Call) -> Arrays:
+    """Every batch axis folded into one launch, then the FFI calls."""
+    full = _local.batch_shape(arrays)
+    scale = arrays["softmax_scale"]
+    for axis, size in enumerate(scale.shape):
+        if size != 1:
+            return _map_scale(arrays, results, axis, call)
+
+    def fold(x: jax.Array, own: int) -> jax.Array:
+        shape = x.shape[x.ndim - own :]
+        return jnp.broadcast_to(x, (*full, *shape)).reshape(math.prod(full), *shape)
+
+    query, key, value = (fold(arrays[name], 3) for name in ("query", "key", "value"))
+    folded = Results(
+        fold(results.out, 3),
+        fold(results.logsumexp, 2),
+        fold(results.dout, 3),
+        fold(results.dlogsumexp, 2),
+    )
+    operands = Operands(
+        query=query, key=key, value=value, softmax_scale=scale.reshape(()).astype(jnp.float32)
+    )
+    run = _native if call.config.precision == "native" else _fp8
+    dquery, dkey, dvalue, dscale = run(operands, folded, call)
+    grads = {
+        "query": dquery.reshape(*full, *dquery.shape[1:]),
+        "key": dkey.reshape(*full, *dkey.shape[1:]),
+        "value": dvalue.reshape(*full, *dvalue.shape[1:]),
+    }
+    if call.wants_gradient("softmax_scale", scale):
+        per_example = jnp.sum(dscale.reshape(full), axis=-1, keepdims=True)
+        grads["softmax_scale"] = per_example.astype(scale.dtype)
+    return grads
+
+
+def _map_scale(arrays: Arrays, results: Results, axis: int, call: Call) -> Arrays:
+    """One launch per index of a batch axis along which softmax_scale differs."""
+    every = {**arrays, **results._asdict()}
+    mapped = {name: jnp.moveaxis(x, axis, 0) for name, x in every.items() if x.shape[axis] != 1}
+
+    def one(own: Arrays) -> Arrays:
+        now = {**every, **{name: jnp.expand_dims(x, axis) for name, x in own.items()}}
+        grads = _by_kernel(
+            {name: now[name] for name in arrays}, Results(*(now[n] for n in Results._fields)), call
+        )
+        return {name: jnp.squeeze(g, axis) for name, g in grads.items()}
+
+    grads: Arrays = jax.lax.map(one, mapped)
+    return {name: jnp.moveaxis(g, 0, axis) for name, g in grads.items()}
+
+
+def _native(
+    operands: Operands, results: Results, call: Call
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Gradients of 16-bit attention, and of softmax_scale [batch]."""
+    return _ffi.bwd(
+        operands.query,
+        operands.key,
+        operands.value,
+        *results_in(operands.query.dtype, results),
+        operands.softmax_scale,
+        is_causal=call.config.is_causal,
+        bottom_right=call.config.causal_alignment == "bottom_right",
+        wants_scale=not call.constant_scale,
+    )
+
+
+def results_in(dtype: Any, results: Results) -> Results:
+    """results with out and dout in the dtype of the kernel's operands."""
+    return results._replace(out=results.out.astype(dtype), dout=results.dout.astype(dtype))
+
+
+def _fp8(
+    operands: Operands, results: Results, call: Call
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Gradients of the quantised model, straight through every rounding, and of softmax_scale
+    [batch].
+
+    The kernel recomputes the probabilities from the very numbers that the forward pass multiplied:
+    quantised query (in log2 units) and key. What quantisation did before rounding is undone here.
+    """
+    config = call.config
+    query, key, value = operands.query, operands.key, operands.value
+    seqlen_q, num_heads_q, head_dim = query.shape[1:]
+    num_heads_kv = key.shape[2]
+    images = _local.quantize(operands, config)
+    quantised = _ffi.dequantize_operands(images, seqlen_q=seqlen_q, seqlen_k=key.shape[1])
+    # logits = ln 2 * quantised query @ quantised key^T + ln 2 * q_shift, in natural units.
+    shift = images.q_shift[:, :, :seqlen_q] * _LN_2
+    finite = jnp.isfinite(results.logsumexp)
+    logsumexp = jnp.where(finite, results.logsumexp - shift, results.logsumexp)
+    dquery, dkey, dvalue, _ = _ffi.bwd(
+        *quantised,
+        *results_in(jnp.bfloat16, results._replace(logsumexp=logsumexp)),
+        _LN_2 * jnp.ones((), jnp.float32),
+        is_causal=config.is_causal,
+        bottom_right=config.causal_alignment == "bottom_right",
+        wants_scale=False,
+    )
+    # d query / factor: factor multiplies query in the logits, which are linear in it.
+    per_factor = dquery.astype(jnp.float32)
+    if _shapes.uses_hadamard(config, query, key):
+        per_factor = _rotate_back(dquery) / np.float32(head_dim)
+        dkey = _rotate_back(dkey)
+    if config.quantization.smooth_key:
+        # Each logit holds query . mean(key) as well; its gradients sum to dlogsumexp over the keys.
+        mean = jnp.mean(key.astype(jnp.float32), axis=1)
+        mean = jnp.repeat(mean, num_heads_q // num_heads_kv, axis=1)
+        weight = jnp.where(finite, results.dlogsumexp, 0.0) * _LN_2
+        per_factor += jnp.swapaxes(weight, 1, 2)[..., None] * mean[:, None]
+    factor = operands.softmax_scale * np.float32(_fp8_model.LOG2_E)
+    dscale = jnp.zeros(query.shape[0], jnp.float32)
+    if not call.constant_scale:
+        products = query.astype(jnp.float32) * per_factor
+        dscale = jnp.sum(products, axis=(1, 2, 3)) * np.float32(_fp8_model.LOG2_E)
+    return (
+        (per_factor * factor).astype(query.dtype),
+        dkey.astype(key.dtype),
+        dvalue.astype(value.dtype),
+        dscale,
+    )
+
+
+def _rotate_back(x: jax.Array) -> jax.Array:
+    """Transpose of the kernels' rotation on the last axis, as one product; float32."""
+    head_dim = x.shape[-1]
+    matrix = _fp8_model.hadamard(jnp.eye(head_dim, dtype=jnp.float32))  # +1 and -1
+    matrix = matrix[:, _ffi.rotated_order(head_dim)].astype(x.dtype)
+    rotated: jax.Array = jnp.einsum("...j,ij->...i", x, matrix, preferred_element_type=jnp.float32)
+    return rotated

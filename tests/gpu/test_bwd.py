@@ -1,0 +1,256 @@
+"""The backward kernels against float64, over shapes, dtypes and transformations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tolerances
+from gpu import reference
+
+import jax_fa3
+from jax_fa3 import _explain, _fold, _fp8_model
+
+pytestmark = pytest.mark.gpu
+MAIN = ("query", "key", "value")
+
+# Odd lengths, tiles that end on their edge, one row, one key, more rows than keys, GQA 1, 3 and 8.
+SHAPES = (
+    (1, 1, 1, 2, 2),
+    (2, 128, 128, 3, 1),
+    (1, 64, 300, 8, 1),
+    (1, 300, 64, 4, 4),
+    (1, 129, 127, 2, 2),
+    (2, 257, 640, 6, 2),
+    (1, 1000, 1024, 2, 1),
+    (3, 5, 700, 2, 2),
+)
+
+
+def draw(shape: tuple[int, ...], head_dim: int, dtype: Any) -> tuple[dict[str, Any], Any, Any]:
+    """Inputs, dout and dlogsumexp."""
+    batch, rows, keys, heads, heads_kv = shape
+    case = cases.Case("bwd", batch=batch, seqlen_q=rows, seqlen_k=keys, num_heads_q=heads,
+                      num_heads_kv=heads_kv, head_dim=head_dim)  # fmt: skip
+    rng = np.random.default_rng(5)
+    inputs = cases.make_inputs(case, dtype)
+    dout = rng.normal(size=inputs["query"].shape).astype(np.float32)
+    return inputs, dout, rng.normal(size=(batch, heads, rows)).astype(np.float32)
+
+
+def gradients(inputs: Any, dout: Any, dlogsumexp: Any, **options: Any) -> Any:
+    """Of <out, dout> + <logsumexp, dlogsumexp> over rows that see a key."""
+
+    def loss(x: dict[str, Any]) -> Any:
+        out, logsumexp = jax_fa3.attention(
+            *(x[name] for name in MAIN), return_logsumexp=True, **options
+        )
+        finite = jnp.where(jnp.isneginf(logsumexp), 0.0, logsumexp)
+        return jnp.sum(out.astype(jnp.float32) * dout) + jnp.sum(finite * dlogsumexp)
+
+    return jax.grad(loss)({name: inputs[name] for name in MAIN})
+
+
+def exact_gradients(
+    inputs: dict[str, Any], dout: Any, dlogsumexp: Any, *, causal: str | None, scale: float
+) -> dict[str, Any]:
+    """The same in float64, by formula, one query head after another."""
+    query, key, value = (np.asarray(inputs[name]).astype(np.float64) for name in MAIN)
+    group = query.shape[2] // key.shape[2]
+    grads = {name: np.zeros(x.shape) for name, x in zip(MAIN, (query, key, value), strict=True)}
+    seen = reference.visible(query.shape[1], key.shape[1], causal)
+    for batch in range(query.shape[0]):
+        for head in range(query.shape[2]):
+            q, g = query[batch, :, head], dout[batch, :, head].astype(np.float64)
+            k, v = key[batch, :, head // group], value[batch, :, head // group]
+            logits = np.where(seen, q @ k.T * scale, -np.inf)
+            top = logits.max(axis=1, keepdims=True, initial=-1e300)
+            p = np.exp(logits - top)
+            p /= np.maximum(p.sum(axis=1, keepdims=True), 1e-300)
+            dp = g @ v.T
+            delta = (p * dp).sum(axis=1) - dlogsumexp[batch, head]
+            ds = p * (dp - delta[:, None]) * scale
+            grads["query"][batch, :, head] = ds @ k
+            grads["key"][batch, :, head // group] += ds.T @ q
+            grads["value"][batch, :, head // group] += p.T @ g
+    return grads
+
+
+@pytest.mark.parametrize("dtype", [cases.BFLOAT16, cases.FLOAT16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
+def test_native_shapes(causal: str | None, head_dim: int, dtype: Any) -> None:
+    """Every shape against float64; what the kernel leaves unwritten is poison."""
+    masks = {} if causal is None else {"is_causal": True, "causal_alignment": causal}
+    limit = tolerances.BACKWARD_BF16 if dtype == cases.BFLOAT16 else tolerances.BACKWARD_F16
+    for shape in SHAPES:
+        inputs, dout, dlogsumexp = draw(shape, head_dim, dtype)
+
+        def kernel(x: Any, dout: Any, dlogsumexp: Any) -> Any:
+            options = {"precision": "native", "implementation": "cuda", **masks}
+            return gradients(x, dout, dlogsumexp, **options)
+
+        actual = reference.run(kernel, inputs, dout, dlogsumexp)
+        scale = head_dim**-0.5
+        expected = exact_gradients(inputs, dout, dlogsumexp, causal=causal, scale=scale)
+        for name in MAIN:
+            tolerances.check_close(actual[name], expected[name], limit)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [None, "bottom_right"])
+@pytest.mark.parametrize("bare", [False, True])
+def test_fp8_against_its_model(bare: bool, causal: str | None, head_dim: int) -> None:
+    """Gradients of attention over the quantised operands, straight through every rounding."""
+    fields = {"hadamard": False, "smooth_key": False, "center_value": False} if bare else {}
+    options: dict[str, Any] = {
+        "precision": "fp8",
+        "quantization": jax_fa3.Quantization(**fields),
+        "is_causal": causal is not None,
+    }
+    for shape in ((2, 257, 640, 6, 2), (1, 1000, 1024, 2, 1), (1, 129, 127, 2, 2)):
+        inputs, dout, dlogsumexp = draw(shape, head_dim, cases.BFLOAT16)
+
+        def kernel(x: Any, dout: Any, dlogsumexp: Any, options: Any = options) -> Any:
+            return gradients(x, dout, dlogsumexp, implementation="cuda", **options)
+
+        actual = reference.run(kernel, inputs, dout, dlogsumexp)
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = _model_gradients(inputs, dout, dlogsumexp, causal, options)
+        for name in MAIN:
+            tolerances.check_close(actual[name], expected[name], tolerances.BACKWARD_FP8)
+
+
+def _model_gradients(
+    inputs: Any, dout: Any, dlogsumexp: Any, causal: str | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    main = {name: jnp.asarray(np.asarray(inputs[name]).astype(np.float32)) for name in MAIN}
+    config, _ = _explain.plan_of("attention", *main.values(), **options)
+
+    def effective(x: dict[str, Any]) -> Any:
+        found = _fp8_model.effective_operands(
+            _fold.fold_operands(*(x[name] for name in MAIN)), config
+        )
+        value = found.value
+        if found.value_mean is not None:
+            value = value + found.value_mean[:, None]
+        shift = found.query_shift
+        return found.query, found.key, value, jnp.zeros(()) if shift is None else shift
+
+    (query, key, value, shift), pull = jax.vjp(effective, main)
+    ln_2 = float(np.log(2))
+    multiplied = dict(zip(MAIN, (query, key, value), strict=True))
+    grads = exact_gradients(multiplied, dout, dlogsumexp, causal=causal, scale=ln_2)
+    seen = reference.visible(query.shape[1], key.shape[1], causal).any(axis=1)
+    dshift = ln_2 * dlogsumexp * seen if shift.ndim else np.zeros(())
+    cotangents = (*grads.values(), dshift)
+    return dict(pull(tuple(jnp.asarray(g, jnp.float32) for g in cotangents))[0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [None, "bottom_right"])
+def test_error_next_to_cudnn(causal: str | None, head_dim: int) -> None:
+    """On normal data no head is more than 1.2 times as far from float64 as cuDNN's."""
+    shape, limit = (2, 512, 512, 4, 4), 1.2
+    rng = np.random.default_rng(8)
+    size = (shape[0], shape[1], shape[3], head_dim)
+    inputs = {name: rng.normal(size=size).astype(cases.BFLOAT16) for name in MAIN}
+    dout = rng.normal(size=size).astype(cases.BFLOAT16)
+    zero = np.zeros((shape[0], shape[3], shape[1]), np.float32)
+
+    def both(x: Any, dout: Any) -> Any:
+        def grads(attend: Any) -> Any:
+            _, pull = jax.vjp(lambda x: attend(*(x[name] for name in MAIN)), x)
+            return pull(dout)[0]
+
+        def cudnn(q: Any, k: Any, v: Any) -> Any:
+            return jax.nn.dot_product_attention(
+                q, k, v, is_causal=causal is not None, implementation="cudnn"
+            )
+
+        def ours(q: Any, k: Any, v: Any) -> Any:
+            return jax_fa3.attention(
+                q, k, v, is_causal=causal is not None, precision="native", implementation="cuda"
+            )
+
+        return grads(ours), grads(cudnn)
+
+    ours, theirs = reference.run(both, inputs, dout)
+    exact = exact_gradients(
+        inputs, dout.astype(np.float32), zero, causal=causal, scale=head_dim**-0.5
+    )
+    for name in MAIN:
+        error = tolerances.rel_l2(ours[name], exact[name])
+        rival = tolerances.rel_l2(theirs[name], exact[name])
+        assert (error <= limit * rival).all(), (name, error, rival)
+
+
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+def test_vmap_of_grad_is_the_loop(precision: str) -> None:
+    """Shared keys get one gradient per example; a mapped softmax_scale is a launch for each."""
+    inputs, dout, _ = draw((3, 200, 333, 4, 2), 64, cases.BFLOAT16)
+    scales = np.array([0.05, 0.125, 0.3], np.float32)
+    query, key, value = (jnp.asarray(inputs[name])[:, None] for name in MAIN)
+
+    def loss(q: Any, k: Any, v: Any, scale: Any, dout: Any) -> Any:
+        out = jax_fa3.attention(
+            q, k, v, softmax_scale=scale, precision=precision, is_causal=True, implementation="cuda"
+        )
+        return jnp.sum(out.astype(jnp.float32) * dout)
+
+    grad = jax.grad(loss, argnums=(0, 1, 2, 3))
+    axes = (0, None, 0, 0, 0)
+    arrays = (query, key[0], value, scales, jnp.asarray(dout)[:, None])
+    mapped = jax.jit(jax.vmap(grad, in_axes=axes))(*arrays)
+    single = jax.jit(grad)
+    for i in range(3):
+        one = single(*(x if axis is None else x[i] for x, axis in zip(arrays, axes, strict=True)))
+        for whole, part in zip(mapped, one, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(whole[i], np.float32), np.asarray(part, np.float32), rtol=0.02, atol=1e-3
+            )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_repeats_within_the_order_of_additions(head_dim: int) -> None:
+    """dk and dv repeat bit by bit; dq is added up in any order, so only its last bits move."""
+    inputs, dout, dlogsumexp = draw((2, 700, 1500, 4, 2), head_dim, cases.BFLOAT16)
+    run = jax.jit(lambda x: gradients(x, dout, dlogsumexp, precision="native", is_causal=True))
+    first = jax.tree.map(np.asarray, run(inputs))
+    size = np.abs(first["query"].astype(np.float32)).max()
+    for _ in range(50):
+        again = jax.tree.map(np.asarray, run(inputs))
+        np.testing.assert_array_equal(again["key"], first["key"])
+        np.testing.assert_array_equal(again["value"], first["value"])
+        moved = again["query"].astype(np.float32) - first["query"].astype(np.float32)
+        assert np.abs(moved).max() <= 2**-8 * size
+
+
+def test_extreme_logits_stay_finite() -> None:
+    """Logits of +-1e4 and a softmax_scale of 0."""
+    inputs, dout, dlogsumexp = draw((1, 300, 300, 2, 2), 128, cases.BFLOAT16)
+    for scale in (0.0, 1e3, -1e3):
+        grads = jax.jit(
+            lambda x, s: gradients(x, dout, dlogsumexp, softmax_scale=s, precision="native")
+        )(inputs, np.float32(scale))
+        assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in grads.values()), scale
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_memory_grows_with_seqlen(head_dim: int) -> None:
+    """Temporary memory of forward and backward is linear in seqlen."""
+
+    def bytes_at(seqlen: int) -> int:
+        x = jax.ShapeDtypeStruct((1, seqlen, 2, head_dim), jnp.bfloat16)
+
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            return jnp.sum(jax_fa3.attention(q, k, v, is_causal=True).astype(jnp.float32))
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert bytes_at(16_384) <= 4.2 * bytes_at(4_096)
