@@ -27,7 +27,8 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   check.size("seqlen_k", seqlen_k);
   check.size("num_heads_q", num_heads_q);
   check.heads(num_heads_q, num_heads_kv);
-  check.head_dim(head_dim);
+  check.require(head_dim == 64 || head_dim == 128,
+                "head_dim must be 64 or 128; got " + std::to_string(head_dim) + ".");
   check.hopper();
   const int64_t rows = round_up(seqlen_q, kBwdRowPad);
   check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_fa3 import _compat, _ffi, _fp8_model, _reference, _refusals, _shapes
+from jax_fa3 import _ffi, _fp8_model, _reference, _refusals, _shapes
 from jax_fa3._shapes import Config, Operands
 
 # Trailing axes of each operand, after its batch axes. Sharding and folding both read this table.

@@ -50,16 +50,6 @@ __device__ __forceinline__ void store_shared_x4(uint32_t address, float a, float
                : "memory");
 }
 
-// ld.shared.v2: 8 bytes, the address 8-byte aligned.
-__device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
-  float2 data;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(data.x), "=f"(data.y)
-               : "r"(address)
-               : "memory");
-  return data;
-}
-
 // stmatrix: four 8x8 matrices of 16-bit elements, register i of every lane to matrix i; lane l
 // gives the address of row l % 8 (16 bytes) of matrix l / 8.
 __device__ __forceinline__ void store_matrices_x4(uint32_t row_address, const uint32_t* registers) {

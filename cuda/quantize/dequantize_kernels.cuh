@@ -29,11 +29,12 @@ __device__ __forceinline__ uint2 dequantize_four(uint32_t codes, ElementKind kin
 }
 
 // A row image [batch, heads, rows, head_dim] to [batch, seqlen, heads, head_dim]; a thread takes 16
-// codes. descale has one factor for every `rows_per_descale` rows.
+// codes. The image holds
+// groups of `group_rows` rows; descale has one factor for every `rows_per_descale` rows.
 __global__ void __launch_bounds__(kDequantizeThreads)
     dequantize_rows_kernel(const uint8_t* image, const float* descale, int rows_per_descale,
-                           ElementKind kind, int64_t num_chunks, int seqlen, int rows, int heads,
-                           int head_dim, uint4* out) {
+                           int group_rows, ElementKind kind, int64_t num_chunks, int seqlen,
+                           int rows, int heads, int head_dim, uint4* out) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kDequantizeThreads + threadIdx.x;
   if (index >= num_chunks) return;
   const int chunks = head_dim / 16;
@@ -42,8 +43,8 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   const int head = static_cast<int>(flat % heads);
   const int row = static_cast<int>(flat / heads % seqlen);
   const int64_t image_row = (flat / heads / seqlen * heads + head) * rows + row;
-  const uint4 codes = __ldg(
-      reinterpret_cast<const uint4*>(image + row_image_offset(head_dim, image_row, chunk * 16)));
+  const uint4 codes = __ldg(reinterpret_cast<const uint4*>(
+      image + row_image_offset(head_dim, group_rows, image_row, chunk * 16)));
   const float factor = __ldg(descale + image_row / rows_per_descale);
   const float scale[4] = {factor, factor, factor, factor}, shift[4] = {};
   const uint2 a = dequantize_four(codes.x, kind, scale, shift),

@@ -112,7 +112,7 @@ def test_fp8_against_its_model(bare: bool, causal: str | None, head_dim: int) ->
         "quantization": jax_fa3.Quantization(**fields),
         "is_causal": causal is not None,
     }
-    for shape in ((2, 257, 640, 6, 2), (1, 1000, 1024, 2, 1), (1, 129, 127, 2, 2)):
+    for shape in ((2, 257, 640, 6, 2), (1, 129, 127, 2, 2)):
         inputs, dout, dlogsumexp = draw(shape, head_dim, cases.BFLOAT16)
 
         def kernel(x: Any, dout: Any, dlogsumexp: Any, options: Any = options) -> Any:
@@ -141,7 +141,7 @@ def _model_gradients(
         shift = found.query_shift
         return found.query, found.key, value, jnp.zeros(()) if shift is None else shift
 
-    (query, key, value, shift), pull = jax.vjp(effective, main)
+    (query, key, value, shift), pull = jax.jit(lambda x: jax.vjp(effective, x))(main)
     ln_2 = float(np.log(2))
     multiplied = dict(zip(MAIN, (query, key, value), strict=True))
     grads = exact_gradients(multiplied, dout, dlogsumexp, causal=causal, scale=ln_2)

@@ -119,18 +119,19 @@ py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
 }
 
 // Images back to bfloat16, as bytes: rows of q or k, or the granules of v.
-Bytes dequantize_rows_on_host(Bytes image, Floats descale, int rows_per_descale,
+Bytes dequantize_rows_on_host(Bytes image, Floats descale, int rows_per_descale, int group_rows,
                               const std::string& image_dtype, int batch, int seqlen, int heads,
                               int head_dim) {
   const int rows =
       static_cast<int>(image.nbytes() / (static_cast<int64_t>(batch) * heads) / head_dim);
   const int64_t chunks = static_cast<int64_t>(batch) * seqlen * heads * (head_dim / 16);
   GuardedBuffer out(chunks * 32);
-  cuda_on_host::launch(
-      (chunks + kDequantizeThreads - 1) / kDequantizeThreads, kDequantizeThreads, [&] {
-        dequantize_rows_kernel(image.data(), descale.data(), rows_per_descale, kind_of(image_dtype),
-                               chunks, seqlen, rows, heads, head_dim, out.as<uint4>());
-      });
+  cuda_on_host::launch((chunks + kDequantizeThreads - 1) / kDequantizeThreads, kDequantizeThreads,
+                       [&] {
+                         dequantize_rows_kernel(image.data(), descale.data(), rows_per_descale,
+                                                group_rows, kind_of(image_dtype), chunks, seqlen,
+                                                rows, heads, head_dim, out.as<uint4>());
+                       });
   Bytes bytes(static_cast<py::ssize_t>(out.bytes()));
   memcpy(bytes.mutable_data(), out.as<char>(), out.bytes());
   return bytes;

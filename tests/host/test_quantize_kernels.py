@@ -113,14 +113,14 @@ def test_dequantised_operands_multiply_to_the_logits(host, head_dim, image_dtype
     results = run_on_host(host, case, q, k, v, factor, v_factor)
     dtype = quantize_data.DTYPES[image_dtype].name
 
-    def rows(name, seqlen, heads, per_descale):
+    def rows(name, seqlen, heads, per_descale, group):
         raw = host.dequantize_rows_on_host(
-            results[f"{name}_image"], results[f"{name}_descale"], per_descale, dtype,
+            results[f"{name}_image"], results[f"{name}_descale"], per_descale, group, dtype,
             case.batch, seqlen, heads, head_dim,
         )  # fmt: skip
         return raw.view(ml_dtypes.bfloat16).reshape(case.batch, seqlen, heads, head_dim)
 
-    query, key = rows("q", 70, 4, 1), rows("k", 200, 2, 128)
+    query, key = rows("q", 70, 4, 1, 64), rows("k", 200, 2, 128, 128)
     value = host.dequantize_values_on_host(
         results["v_image"], results["v_descale"], results["v_mean"], dtype,
         case.batch, 200, 2, head_dim,
