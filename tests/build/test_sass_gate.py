@@ -25,6 +25,11 @@ GOOD_OPCODES = {
     "exact": [*FP8, "MUFU.EX2"],
     "linear": FP8,
     "16-bit": ["HGMMA.64x128x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC", "MUFU.EX2"],
+    "backward": [
+        *("HGMMA.64x64x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC", "MUFU.EX2"),
+        *("UBLKRED.G.S.ADD.F32.RN", "STSM.16.M88.4"),
+    ],
+    "backward rows": ["LDG.E", "STG.E"],
     "quantize": ["LDG.E", "STG.E.U8"],
 }
 # One mangled name per family, as nvcc writes them.
@@ -32,6 +37,8 @@ SYMBOLS = {
     "exact": "_ZN7jax_fa310fwd_kernelINS_9FwdFp8D64INS_3ptx4E4m3ELNS_4Exp2E0EEEEEvv{}",
     "linear": "_ZN7jax_fa310fwd_kernelINS_9FwdFp8D64INS_3ptx4E4m3ELNS_4Exp2E1EEEEEvv{}",
     "16-bit": "_ZN7jax_fa310fwd_kernelINS_8Fwd16D64INS_3ptx4Bf16EEEEEvv{}",
+    "backward": "_ZN7jax_fa310bwd_kernelINS_6BwdD64INS_3ptx4Bf16EEEEEvv{}",
+    "backward rows": "_ZN7jax_fa315bwd_rows_kernelINS_6BwdD64INS_3ptx4Bf16EEEEEvv{}",
     "quantize": "_ZN7jax_fa314key_value_statsILi64EEEvNS_14QuantizeParamsE{}",
 }
 
@@ -53,7 +60,7 @@ def extension(changed=None, opcodes=None):
     """A whole good extension as SASS text; the first kernel of family `changed` gets `opcodes`."""
     text = []
     for family, symbol in SYMBOLS.items():
-        for i in range(6):
+        for i in range(8):
             bad = family == changed and i == 0
             text.append(listing(symbol.format(i), opcodes if bad else GOOD_OPCODES[family]))
     return "\n".join(text)
