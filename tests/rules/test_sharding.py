@@ -328,6 +328,27 @@ class TestManual:
         stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *want)
         assert_close(jax.jit(fn)(*args), stacked)
 
+    def test_replicated_lengths_and_scale(self, mesh: Mesh, implementation: str | None) -> None:
+        """Small operands that every device holds, with gradients outside and the checks on."""
+        args = inputs(**SIZES)
+        lengths, scale = jnp.array([7, 3, 5, 0], jnp.int32), jnp.float32(0.2)
+
+        def attention(lengths: Any, scale: Any, *args: Any) -> Any:
+            options: dict[str, Any] = {"key_seqlens": lengths, "softmax_scale": scale}
+            return attend(implementation, precision="native", **options)(*args)
+
+        heads = P(None, None, "tp")
+        fn = jax.shard_map(
+            attention,
+            mesh=mesh,
+            in_specs=(P(), P(), heads, heads, heads),
+            out_specs=(heads, P(None, "tp")),
+        )
+        operands = (lengths, scale, *args)
+        assert_close(jax.jit(fn)(*operands), attention(*operands), 1e-2)
+        grads = [jax.jit(jax.grad(loss_of(f), (1, 2, 3, 4)))(*operands) for f in (fn, attention)]
+        assert_close(*grads)
+
     def test_some_axes_manual(self, mesh: Mesh, implementation: str | None) -> None:
         args = inputs(**SIZES)
         fn = jax.shard_map(

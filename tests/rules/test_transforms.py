@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from rules.support import assert_close, attend, inputs, loss_of
 
@@ -295,6 +296,38 @@ def test_no_leaked_tracers() -> None:
     with jax.checking_leaks():
         fn = loss_of(attend(precision="native"))
         jax.jit(jax.vmap(jax.grad(fn, (0, 1, 2))))(*(x[None] for x in args))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_kinds_of_scale_and_window_under_every_transformation(implementation: str | None) -> None:
+    """Python, numpy and JAX scalars; lists, arrays and numpy integers as a window."""
+    args = inputs(dtype=jnp.float32, seqlen_q=7)
+    options: dict[str, Any] = {"precision": "native", "implementation": implementation}
+    want: dict[float, Any] = {}
+    for scale, window in (
+        (1, [3, 0]),
+        (np.float64(0.1), (np.int64(3), np.int32(0))),
+        (jnp.float32(0.1), np.array([3, 0])),
+    ):
+        fn = attend(softmax_scale=scale, window_size=window, is_causal=np.bool_(True), **options)
+
+        def scanned(*args: Any, fn: Any = fn) -> Any:
+            return jax.lax.scan(lambda carry, _: (carry, fn(*args)), 0.0, None, length=1)[1]
+
+        loss = loss_of(fn)
+        grads = jax.jit(jax.grad(jax.checkpoint(loss)))(*args), jax.grad(loss)(*args)
+        assert_close(*grads, 1e-5)
+        results = jax.tree.map(lambda x: x[0], jax.jit(scanned)(*args)), jax.jit(fn)(*args)
+        assert_close(*results, 1e-5)
+        want[float(scale)] = results[1]
+    assert float(jnp.abs(want[1.0][0] - want[0.1][0]).max()) > 0.1
+
+    def traced(scale: Any) -> Any:
+        return attend(softmax_scale=scale, window_size=(3, 0), is_causal=True, **options)(*args)
+
+    assert_close(jax.jit(traced)(0.1), want[0.1], 1e-5)
+    with pytest.raises(TypeError, match=r"^attention: window_size must be None or a pair"):
+        jax.jit(lambda w: attend(window_size=w, **options)(*args))(jnp.array([3, 0]))
 
 
 class TestRefusals:

@@ -101,6 +101,23 @@ def test_vmap_over_arrays_and_lengths() -> None:
         assert_close(jax.tree.map(lambda x, i=i: x[i], own), want, 1e-5)
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+def test_vmap_of_other_axes_and_twice(axis: int) -> None:
+    many = [jnp.stack([jnp.stack([x, 2 * x]), jnp.stack([-x, 3 * x])]) for x in packed()]
+
+    def one(*args: Any) -> Any:
+        return varlen(*args, precision="native")[0]
+
+    moved = [jnp.moveaxis(x[0], 0, axis) for x in many]
+    got = jax.vmap(one, in_axes=axis, out_axes=1)(*moved)
+    want = jnp.stack([one(*(x[0, i] for x in many)) for i in range(2)], axis=1)
+    assert_close(got, want, 1e-5)
+    twice = jax.vmap(jax.vmap(one, in_axes=axis), in_axes=0)(
+        *(jnp.moveaxis(x, 1, axis + 1) for x in many)
+    )
+    assert_close(twice[1, 0], one(*(x[1, 0] for x in many)), 1e-5)
+
+
 def test_nothing_at_all() -> None:
     empty = inputs(lead=(), seqlen_q=0, seqlen_k=0)
     zeros = jnp.zeros(1, jnp.int32)
