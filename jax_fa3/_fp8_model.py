@@ -99,7 +99,8 @@ def quantize_operands(operands: Operands, config: Config) -> QuantizedOperands:
         value_descale = value_descale * prepared.value_factor[:, None, :, None]
     batch, num_heads_q, num_heads_kv = dims.batch, dims.num_heads_q, dims.num_heads_kv
     value_shape = (batch, num_heads_kv, dims.head_dim_v)
-    shift, mean = prepared.query_shift, prepared.value_mean
+    shift = prepared.query_shift
+    mean = _corrected_mean(operands, dims, prepared, value * value_descale)
     if shift is None:
         shift = jnp.zeros((batch, num_heads_q, dims.seqlen_q), jnp.float32)
     if mean is None:
@@ -136,7 +137,7 @@ def effective_operands(operands: Operands, config: Config) -> EffectiveOperands:
         key,
         value,
         prepared.query_shift,
-        prepared.value_mean,
+        _corrected_mean(operands, dims, prepared, value),
         jnp.swapaxes(prepared.query_bad, 1, 2),
         jnp.swapaxes(prepared.key_bad | prepared.value_bad, 1, 2),
     )
@@ -289,6 +290,19 @@ def _row_amax(x: jax.Array, granularity: str) -> jax.Array:
     padded = jnp.pad(magnitude, ((0, 0), (0, blocks * BLOCK - seqlen), (0, 0), (0, 0)))
     per_block = jnp.max(padded.reshape(batch, blocks, BLOCK, heads, 1), axis=2)
     return jnp.repeat(per_block, BLOCK, axis=1)[:, :seqlen]
+
+
+def _corrected_mean(
+    operands: Operands, dims: Dims, prepared: _Prepared, value: jax.Array
+) -> jax.Array | None:
+    """What is added to the output: the mean of value, less that of the rounded, centred `value`.
+
+    Rounding moves the mean of the centred values away from 0. With this the mean over all keys is
+    exact, and what is left of the rounding errors averages out.
+    """
+    if prepared.value_mean is None:
+        return None
+    return prepared.value_mean - _mean(value, _masks.key_valid(operands, dims))
 
 
 def _mean(x: jax.Array, valid: jax.Array | None) -> jax.Array:

@@ -40,11 +40,11 @@ struct QuantizeParams {
   float* k_descale;  // [batch, num_heads_kv, granules]
   uint8_t* v_image;  // [batch, num_heads_kv, granules, head_dim, kGranule]
   float* v_descale;  // [batch, num_heads_kv, head_dim]
-  float* v_mean;     // [batch, num_heads_kv, head_dim]
+  float* v_mean;     // [batch, num_heads_kv, head_dim]: the mean of v less that of code * v_descale
 
   // [batch, num_heads_kv, quantize_chunks(seqlen_k) + 1, 4, head_dim]: quantize_workspace_floats().
-  // Chunk c holds the sum of k and the sum, minimum and maximum of v over its keys; the last slot
-  // holds k_mean, the multiplier of v, and v's minimum and maximum over the whole sequence.
+  // Chunk c holds the sum of k and the sum, minimum and maximum of v over its keys, later the sums
+  // of v's codes in its four granules; the last slot: WorkspaceResult (stats_kernels.cuh).
   float* workspace;
 };
 

@@ -14,6 +14,14 @@ inline constexpr int kQuantizeRows =
     128;  // rows of a CTA: one granule of k and v, or two slabs of q
 static_assert(kQuantizeRows == kGranule && kQuantizeRows % kSlab == 0, "a CTA owns whole granules");
 
+// Where the sums of v's codes in a granule go, one a channel: the chunks' statistics are used up.
+template <int kHeadDim>
+__device__ __forceinline__ float* granule_sums(const QuantizeParams& params, int64_t batch,
+                                               int64_t head, int64_t granule) {
+  static_assert(kStatsChunk == 4 * kGranule, "a chunk's slot has a row for each of its granules");
+  return workspace_slot(params, batch, head, granule / 4) + granule % 4 * kHeadDim;
+}
+
 // How a CTA's rows lie in its threads, and v in shared memory.
 template <int kDim>
 struct QuantizeTraits {
@@ -206,13 +214,27 @@ __device__ __forceinline__ void quantize_q_tile(const QuantizeParams& params, in
   }
 }
 
+// Sum of the numbers that 16 codes stand for.
+template <bool kE5m2>
+FA3_HOST_DEVICE float sum_of_codes(const uint32_t (&words)[4]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t pair =
+        widen_pair(words[i / 2] >> (i % 2 * 16), kE5m2 ? ElementKind::kE5m2 : ElementKind::kE4m3);
+    sum += pair_low(pair, false) + pair_high(pair, false);
+  }
+  return sum;
+}
+
 // Codes of a part of v's granule, from channel `first` on, out of shared memory: each thread takes
-// 16 keys of two channels at a time.
+// 16 keys of two channels at a time. `code_sums`: where the sums over the granule go, one a channel,
+// or null. `means`: subtracted from v.
 template <typename Traits, bool kE5m2>
 __device__ __forceinline__ void store_v_granule(const QuantizeParams& params, const uint8_t* smem_v,
-                                                int64_t kv_head, const float* multiplier,
-                                                uint8_t* image, int first, bool has_gaps) {
-  constexpr int kHeadDim = Traits::kHeadDim;
+                                                const float* means, const float* multiplier,
+                                                uint8_t* image, float* code_sums, int first,
+                                                bool has_gaps) {
   const int thread = static_cast<int>(threadIdx.x);
   const int group = thread % 8;  // of 16 keys; 8 lanes write one 128-byte line
   const bool is_bf16 = params.v_kind == ElementKind::kBf16;
@@ -220,8 +242,7 @@ __device__ __forceinline__ void store_v_granule(const QuantizeParams& params, co
   for (int item = 0; item < Traits::kPartChannels / 2 / (Traits::kThreads / 8); ++item) {
     const int in_part = 2 * (thread / 8 + item * (Traits::kThreads / 8));
     const int channel = first + in_part;
-    const float2 mean =
-        *reinterpret_cast<const float2*>(params.v_mean + kv_head * kHeadDim + channel);
+    const float2 mean = *reinterpret_cast<const float2*>(means + channel);
     const float2 scale = *reinterpret_cast<const float2*>(multiplier + channel);
     float even[16], odd[16];
 #pragma unroll
@@ -242,10 +263,43 @@ __device__ __forceinline__ void store_v_granule(const QuantizeParams& params, co
     cast_value_chunk<kE5m2>(even, words);
     *reinterpret_cast<uint4*>(image + value_image_offset(channel, 16 * group)) =
         uint4{words[0], words[1], words[2], words[3]};
+    float2 sums;
+    sums.x = sum_of_codes<kE5m2>(words);
     cast_value_chunk<kE5m2>(odd, words);
     *reinterpret_cast<uint4*>(image + value_image_offset(channel + 1, 16 * group)) =
         uint4{words[0], words[1], words[2], words[3]};
+    sums.y = sum_of_codes<kE5m2>(words);
+    if (code_sums == nullptr) continue;
+#pragma unroll
+    for (int mask = 1; mask < 8; mask *= 2) {
+      sums.x += __shfl_xor_sync(0xffffffffu, sums.x, mask);
+      sums.y += __shfl_xor_sync(0xffffffffu, sums.y, mask);
+    }
+    if (group == 0) *reinterpret_cast<float2*>(code_sums + channel) = sums;
   }
+}
+
+// v_mean of one kv head: the mean of v, less what the mean of the rounded, centred values adds by
+// itself. Called by all threads of the CTA that quantised the head's last granule.
+template <typename Traits>
+__device__ __forceinline__ void correct_v_mean(const QuantizeParams& params, int64_t batch,
+                                               int head, const float* results, float* smem) {
+  constexpr int kHeadDim = Traits::kHeadDim, kGroups = Traits::kThreads / kHeadDim;
+  const int64_t granules = round_up(params.seqlen_k, kGranule) / kGranule;
+  const int thread = static_cast<int>(threadIdx.x), channel = thread % kHeadDim;
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int64_t granule = thread / kHeadDim; granule < granules; granule += kGroups) {
+    sum += __ldcg(granule_sums<kHeadDim>(params, batch, head, granule) + channel);
+  }
+  smem[thread] = sum;
+  __syncthreads();
+  if (thread >= kHeadDim) return;
+#pragma unroll
+  for (int group = 1; group < kGroups; ++group) sum += smem[group * kHeadDim + channel];
+  const int64_t place = (batch * params.num_heads_kv + head) * kHeadDim + channel;
+  const float rounded = sum / static_cast<float>(params.seqlen_k) * params.v_descale[place];
+  params.v_mean[place] = results[kMeanV * kHeadDim + channel] - rounded;
 }
 
 // One granule of keys and values of one (batch, kv head). k and v share a CTA because a NaN or Inf
@@ -265,7 +319,7 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
   const int64_t first = static_cast<int64_t>(granule) * kGranule + first_key;
   const bool hadamard = params.hadamard;
   const bool smooth = params.smooth_key && !is_float8(params.k_kind);
-  const float* results = workspace_slot(params, batch, head, quantize_chunks(params.seqlen_k));
+  float* results = workspace_slot(params, batch, head, quantize_chunks(params.seqlen_k));
 
   // all loads of the tile
   const RowView v(params.v, params.v_kind, batch, params.seqlen_k, params.num_heads_kv, head,
@@ -309,14 +363,17 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
       }
     }
   };
+  const bool center = params.center_value && !is_float8(params.v_kind);
+  float* code_sums = center ? granule_sums<kHeadDim>(params, batch, head, granule) : nullptr;
   uint8_t* image = params.v_image + (kv_head * granules + granule) * kHeadDim * kGranule;
 #pragma unroll
   for (int part = 0; part < Traits::kParts; ++part) {
     if (part > 0) __syncthreads();  // every thread has read the part before
     stage_v(part);
     has_gaps = __syncthreads_or(has_gaps) != 0;  // every thread has written this one
-    store_v_granule<Traits, kE5m2>(params, smem_v, kv_head, results + kMultiplierV * kHeadDim,
-                                   image, part * Traits::kPartChannels, has_gaps);
+    store_v_granule<Traits, kE5m2>(params, smem_v, results + kMeanV * kHeadDim,
+                                   results + kMultiplierV * kHeadDim, image, code_sums,
+                                   part * Traits::kPartChannels, has_gaps);
   }
 
   // k: centre, rotate, largest magnitude of the granule
@@ -353,6 +410,18 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
         power_of_two(-exponent), bad[pass], row >= params.seqlen_k);
   }
   if (thread == 0) params.k_descale[kv_head * granules + granule] = power_of_two(exponent);
+
+  if (!center) return;
+  // Whoever finishes last sees everybody's sums.
+  bool is_last = false;
+  if (thread == 0) {
+    __threadfence();  // the sums of this CTA: the barriers since then made them this thread's past
+    const int done = atomicAdd(reinterpret_cast<int*>(results + kGranulesDone * kHeadDim), 1);
+    is_last = done == static_cast<int>(granules) - 1;
+  }
+  if (__syncthreads_or(is_last) == 0) return;
+  __threadfence();
+  correct_v_mean<Traits>(params, batch, head, results, reinterpret_cast<float*>(smem_v));
 }
 
 // quantize: one CTA per granule of k and v, then one per 128 rows of q. Neighbouring CTAs take
@@ -369,6 +438,8 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
 //            butterfly 4 FADD + 3 x (0.5 SHFL, 1 FSEL, 1 FFMA), scale 1-2, max 1, cast 0.5: 18.
 //            v: test 1, widen 1, centre 1, scale 1, cast 0.5, LDS 0.5: 5. At 4 TB/s an SM has 23.
 // Numerics   float32 in a fixed order: the same bits on every run, whatever the grid.
+// Last one   the CTA that finishes a head's last granule turns the sums of all granules' codes into
+//            v_mean (correct_v_mean).
 template <int kHeadDim, bool kE5m2>
 __global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads, kHeadDim == 64    ? 3
                                                                       : kHeadDim == 128 ? 2

@@ -15,8 +15,9 @@ inline constexpr int kFinalizeChannels = 32;
 
 // Rows of a workspace slot [4][head_dim].
 enum WorkspaceRow { kSumK, kSumV, kMinV, kMaxV };
-// Rows of the last slot of each (batch, kv head).
-enum WorkspaceResult { kMeanK, kMultiplierV };
+// Rows of the last slot of each (batch, kv head). The last one holds an integer: how many granules
+// of the head are quantised.
+enum WorkspaceResult { kMeanK, kMultiplierV, kMeanV, kGranulesDone };
 
 // Where slot `slot` (a chunk, or num_chunks for the results) of one kv head starts.
 __device__ __forceinline__ float* workspace_slot(const QuantizeParams& params, int64_t batch,
@@ -242,13 +243,13 @@ __global__ void __launch_bounds__(kFinalizeMaxWarps * 32)
   const float v_factor = v_is_float8 ? params.v_factor[kv_head] : 1.0f;
   const ValueScale scale =
       value_scale(amax, v_is_float8, v_factor, params.image_kind == ElementKind::kE5m2);
-  params.v_mean[kv_head * kHeadDim + channel] = mean_v;
+  if (!center) params.v_mean[kv_head * kHeadDim + channel] = 0.0f;  // else correct_v_mean's task
   params.v_descale[kv_head * kHeadDim + channel] = scale.descale;
   float* results = workspace_slot(params, batch, head, num_chunks) + channel;
   results[kMeanK * kHeadDim] = total[kSumK][lane] / count;  // 0 when not smoothing: the sums are 0
   results[kMultiplierV * kHeadDim] = scale.multiplier;
-  results[kMinV * kHeadDim] = low;
-  results[kMaxV * kHeadDim] = high;
+  results[kMeanV * kHeadDim] = mean_v;
+  results[kGranulesDone * kHeadDim] = 0.0f;  // also the integer 0
 }
 
 }  // namespace jax_fa3

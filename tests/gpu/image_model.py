@@ -145,8 +145,8 @@ def quantize(
       k, v: [batch, seqlen_k, num_heads_kv, head_dim], 16-bit or float8.
       factor, v_factor: [batch, num_heads_kv] float32.
       dtype: ml_dtypes float8 of the images.
-      k_mean, v_mean: [batch, num_heads_kv, head_dim] float32 to use instead of computing them
-        (their last bits depend on the order of summation).
+      k_mean, v_mean: [batch, num_heads_kv, head_dim] float32 to subtract instead of computing
+        them (their last bits depend on the order of summation).
     Returns: images as uint8 codes; shapes as in cuda/quantize/params.h.
     """
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
@@ -226,6 +226,9 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
         multiplier = np.where(amax == 0, 1, np.float32(value_range) / bounded).astype(np.float32)
     v_codes = cast(np.where(np.isfinite(v_real), centred * multiplier[:, :, None, :], 0), dtype)
 
+    # the mean that the rounded values add by themselves
+    of_codes = v_codes.view(dtype).astype(np.float64).mean(2) * v_descale
+
     return {
         "q_image": swizzle_rows(pad_axis(codes, 2, SLAB), SLAB),
         "q_descale": pad_axis(q_descale, 2, SLAB, 1),
@@ -234,7 +237,7 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
         "k_descale": np.ldexp(np.float32(1), k_exponent).astype(np.float32),
         "v_image": value_granules(pad_axis(v_codes, 2, GRANULE)),
         "v_descale": v_descale,
-        "v_mean": v_mean.astype(np.float32),
+        "v_mean": (v_mean - (of_codes if center else 0)).astype(np.float32),
         "k_mean": k_mean.astype(np.float32),
     }
 

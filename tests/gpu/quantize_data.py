@@ -15,6 +15,7 @@ DTYPES = {
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
+FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 LENGTHS = (1, 7, 63, 64, 65, 127, 128, 129, 191, 255, 257, 1000)
 
 
@@ -195,7 +196,14 @@ def check(
     shift, expected = results["q_shift"][good], model["q_shift"][good]
     limit = 1e-5 * np.maximum(np.abs(expected).max(initial=0), np.float32(1e-30))
     assert (np.abs(shift - expected) <= limit).all() or case.data == "huge", "q_shift"
-    for name in ("v_mean", "k_mean"):
-        if name in results and not exact:
-            limit = 1e-5 * np.abs(model[name]).max(initial=0)
-            assert (np.abs(results[name] - model[name]) <= limit).all() or case.data == "huge", name
+    if "k_mean" in results and not exact:
+        limit = 1e-5 * np.abs(model["k_mean"]).max(initial=0)
+        error = np.abs(results["k_mean"] - model["k_mean"])
+        assert (error <= limit).all() or case.data == "huge", "k_mean"
+    # v_mean follows the codes: one of them off by a step moves its channel's mean.
+    amax = (
+        np.abs(model["v_mean"]).max(initial=0) + model["v_descale"] * FORMAT_MAX[case.image_dtype]
+    )
+    limit = (1e-5 if exact else 1e-5 + 0.3 / case.seqlen_k) * amax
+    error = np.abs(results["v_mean"] - model["v_mean"])
+    assert (error <= limit).all() or case.data == "huge", "v_mean"

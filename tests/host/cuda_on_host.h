@@ -2,7 +2,7 @@
 // only.
 //
 // Served: threadIdx/blockIdx/blockDim.x, __shared__, __syncthreads(_or), __shfl_xor_sync and
-// __ballot_sync over whole warps, __ldg, __ldcs. A collective that some thread of its warp or block
+// __ballot_sync over whole warps, __ldg, __ldcs, __ldcg, __threadfence, atomicAdd. A collective that some thread of its warp or block
 // never reaches is reported, not waited for.
 #pragma once
 
@@ -210,6 +210,18 @@ T __ldg(const T* address) {
     throw std::runtime_error("cuda_on_host: misaligned vector load");
   }
   return *address;
+}
+template <typename T>
+T __ldcg(const T* address) {
+  return __ldg(address);
+}
+
+// One block and one thread at a time.
+inline void __threadfence() {}
+inline int atomicAdd(int* address, int value) {
+  const int before = *address;
+  *address += value;
+  return before;
 }
 template <typename T>
 T __ldcs(const T* address) {

@@ -278,6 +278,8 @@ def quantize(
             else:
                 v_out[ib, :, ik, channel] = cast(y[:, channel] * (limit / amax), format_name)
                 v_scale[ib, ik, channel] = amax / limit
+        if center_value and value.dtype not in FLOAT8:
+            v_mean[ib, ik] -= v_out[ib, :, ik].astype(np.float64).mean(axis=0) * v_scale[ib, ik]
         if value_descale is not None:
             v_scale[ib, ik] *= value_descale[ib, ik]
     return Quantized(q_out, q_descale, q_shift, k_out, k_descale, v_out, v_scale, v_mean)
