@@ -183,15 +183,16 @@ def fwd_fp8(
     bottom_right: bool,
     linear_exp: bool,
     out_dtype: Any,
+    target: str = TARGET_FWD_FP8,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over quantised images.
+    """Attention over quantised images, by a handler of that target's signature.
 
     Returns: out [batch, seqlen_q, num_heads_q, head_dim] of out_dtype, and the natural logsumexp,
     f32 [batch, num_heads_q, seqlen_q].
     """
     batch, num_heads_q, _, head_dim = images.q_image.shape
     out, logsumexp, _ = _call(
-        TARGET_FWD_FP8,
+        target,
         [
             ((batch, seqlen_q, num_heads_q, head_dim), out_dtype),
             ((batch, num_heads_q, seqlen_q), jnp.float32),
@@ -214,6 +215,7 @@ def fwd_native(
     *,
     is_causal: bool,
     bottom_right: bool,
+    target: str = TARGET_FWD,
 ) -> tuple[jax.Array, jax.Array]:
     """16-bit attention; operands [batch, seqlen, heads, head_dim] of one dtype, softmax_scale f32
     [].
@@ -222,7 +224,7 @@ def fwd_native(
     """
     batch, seqlen_q, num_heads_q, _ = query.shape
     out, logsumexp, _ = _call(
-        TARGET_FWD,
+        target,
         [(query.shape, query.dtype), ((batch, num_heads_q, seqlen_q), jnp.float32), _TILE_COUNTER],
         (query, key, value, softmax_scale),
         is_causal=bool(is_causal),

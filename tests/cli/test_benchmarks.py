@@ -207,6 +207,27 @@ def test_private_fp8_call_still_fits_jax(tmp_path):
 # ---- scripts/gpu_check.sh ------------------------------------------------------------------------
 
 
+def test_ablation_variants_change_what_is_built():
+    """Each variant sets a field of its config to another value, in a library of its own."""
+    code = """
+import re
+import ablation
+config = (ablation.ROOT / "cuda/fwd/config.h").read_text()
+for variant in ablation.VARIANTS:
+    struct = variant.base.split("<")[0]
+    body = re.search(r"struct %s {(.*?)\\n};" % struct, config, re.DOTALL)[1]
+    for field, value in variant.changes:
+        built = re.search(r"%s = ([\\w:.]+)" % field, body)[1]
+        assert value != built, (variant, built)
+        assert f" {field} = {value};" in ablation.source(variant)
+assert len({variant.library for variant in ablation.VARIANTS}) == len(ablation.VARIANTS)
+print(len(ablation.VARIANTS))
+"""
+    done = run("-c", code, cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+
+
 def gpu_check(*flags):
     """Runs the script with the Python of this test."""
     env = {**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1])}

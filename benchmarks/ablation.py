@@ -1,0 +1,285 @@
+"""What each choice of the forward kernels is worth: variants of the table in cuda/fwd/config.h.
+
+python benchmarks/ablation.py build --folder build/ablation          # needs nvcc, no GPU
+python benchmarks/ablation.py time --folder build/ablation           # needs a Hopper GPU
+
+A variant is a kernel as built with some fields of its config changed, or with tiles dealt out by a
+fixed stride. `build` compiles each into a library of its own; `time` checks each against the kernel
+as built, lets them take turns, and prints a Markdown table (TFLOP/s).
+"""
+
+from __future__ import annotations
+
+import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
+
+import argparse
+import ctypes
+import dataclasses
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa3 import _ffi
+from jax_fa3._cli import grid, text, timing
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = ((8192, False), (8192, True), (1024, False), (1024, True))  # seqlen, is_causal
+CLOSE = 0.03  # relative L2 to the kernel as built; exponentials differ between FP8 variants
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A config of cuda/fwd/config.h with changed fields; `fixed_tiles` leaves out the counter."""
+
+    base: str
+    changes: tuple[tuple[str, str], ...] = ()
+    fixed_tiles: bool = False
+
+    @property
+    def name(self) -> str:
+        """What is different, in words of the config table."""
+        parts = [f"{field[1:]} {value.split('::')[-1]}" for field, value in self.changes]
+        parts += ["tiles by a fixed stride"] if self.fixed_tiles else []
+        return ", ".join(parts) or "as built"
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.base.startswith("FwdFp8")
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.base.split("D")[1].split("<")[0])
+
+    @property
+    def library(self) -> str:
+        """File name without the suffix."""
+        return "".join(c if c.isalnum() else "_" for c in f"{self.base} {self.name}")
+
+
+def _variants() -> list[Variant]:
+    found = []
+
+    def add(base: str, *changes: dict[str, str]) -> None:
+        found.append(Variant(base))
+        found.append(Variant(base, fixed_tiles=True))
+        found.extend(Variant(base, tuple(change.items())) for change in changes)
+
+    def pipelines(*names: str) -> list[dict[str, str]]:
+        return [{"kPipeline": f"Pipeline::k{name}"} for name in names]
+
+    for head_dim in (64, 128):
+        exact = f"FwdFp8D{head_dim}<ptx::E4m3, Exp2::kExact>"
+        add(
+            exact,
+            *pipelines("Serial", "PingPong", "Both"),
+            *({"kMufuEighths": share} for share in ("3", "5", "8")),
+            *({"kPromoteEvery": blocks} for blocks in ("1", "2")),
+            *({"kNumStages": stages} for stages in ("2", "3")),
+            {"kHeadroom": "0.0f"},
+        )
+        add(f"FwdFp8D{head_dim}<ptx::E4m3, Exp2::kLinear>", *pipelines("Serial", "Both"))
+    add(
+        "FwdFp8D256<ptx::E4m3, Exp2::kExact>",
+        *pipelines("PingPong"),
+        *({"kMufuEighths": share} for share in ("2", "6", "8")),
+    )
+    add("Fwd16D64<ptx::Bf16>", *pipelines("Serial", "PingPong", "Intra"))
+    add("Fwd16D128<ptx::Bf16>", *pipelines("Serial", "PingPong", "Intra"),
+        {"kTwoProbBuffers": "false"})  # fmt: skip
+    add("Fwd16D256<ptx::Bf16>", *pipelines("Serial", "PingPong", "Both"), {"kBlockKv": "64"})
+    return found
+
+
+VARIANTS = tuple(_variants())
+
+
+# ---- build ---------------------------------------------------------------------------------------
+
+
+def source(variant: Variant) -> str:
+    """A translation unit that puts the variant where the dispatch of the package stands."""
+    fields = {
+        "kPipeline": "Pipeline",
+        "kTwoProbBuffers": "bool",
+        "kHeadroom": "float",
+    }
+    members = "".join(
+        f"  static constexpr {fields.get(field, 'int')} {field} = {value};\n"
+        for field, value in variant.changes
+    )
+    taken = "params.tile_counter = nullptr;" if variant.fixed_tiles else ""
+    refuse = "return cudaErrorInvalidValue;"
+    run = f"{taken} return launch_fwd<Variant>(params, stream);"
+    return f"""\
+#include "cuda/fwd/launch.cuh"
+#include "cuda/fwd/launch.h"
+#include "bindings/handlers.h"
+#include "xla/ffi/api/ffi.h"
+namespace jax_fa3 {{
+struct Variant : {variant.base} {{
+{members}}};
+cudaError_t launch_fwd_fp8(const Fp8Params& given, ElementKind, int, Exp2, cudaStream_t stream) {{
+  Fp8Params params = given; (void)params; (void)stream; {run if variant.is_fp8 else refuse}
+}}
+cudaError_t launch_fwd_native(const NativeParams& given, ElementKind, int, cudaStream_t stream) {{
+  NativeParams params = given; (void)params; (void)stream; {refuse if variant.is_fp8 else run}
+}}
+}}  // namespace jax_fa3
+extern "C" XLA_FFI_Error* ablation_forward(XLA_FFI_CallFrame* frame) {{
+  return jax_fa3::{"kFwdFp8Handler" if variant.is_fp8 else "kFwdHandler"}(frame);
+}}
+"""
+
+
+def build(folder: Path, jobs: int) -> None:
+    """One library per variant; those whose kernels spill or are serialised say so."""
+    if shutil.which("nvcc") is None:
+        raise text.UsageError("build needs nvcc on PATH")
+    folder.mkdir(parents=True, exist_ok=True)
+    compiler = ["nvcc", "-O3", "-std=c++17", "-gencode", "arch=compute_90a,code=sm_90a"]
+    compiler += ["-Xcompiler=-fPIC", "-cudart=static", f"-I{ROOT}", f"-I{jax.ffi.include_dir()}"]
+
+    def compile_object(path: Path) -> Path:
+        target = folder / f"{path.stem}.o"
+        subprocess.run([*compiler, "-c", str(path), "-o", str(target)], check=True)
+        return target
+
+    common = [
+        compile_object(ROOT / "bindings/fwd_ffi.cc"),
+        compile_object(ROOT / "cuda/common/tensor_map.cu"),
+    ]
+
+    def compile_variant(variant: Variant) -> str:
+        path = folder / f"{variant.library}.cu"
+        path.write_text(source(variant))
+        command = [*compiler, "-Xptxas=-v", "-shared", str(path), *map(str, common)]
+        command += ["-o", str(path.with_suffix(".so"))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            return f"{variant.base}, {variant.name}: does not compile\n{done.stderr[-500:]}"
+        words = done.stderr.replace(",", " ").split()
+        spilled = any(a != "0" for a, b, c in zip(words, words[1:], words[2:], strict=False)
+                      if (b, c) == ("bytes", "spill"))  # fmt: skip
+        notes = ["spills"] if spilled else []
+        notes += ["is serialised"] if "C751" in done.stderr else []
+        return f"{variant.base}, {variant.name}: {', '.join(notes) or 'ok'}"
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for line in pool.map(compile_variant, VARIANTS):
+            print(line, flush=True)
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def register(variant: Variant, folder: Path) -> str | None:
+    """The FFI target of a built variant; None when it was not built."""
+    path = folder / f"{variant.library}.so"
+    if not path.exists():
+        return None
+    target = f"jax_fa3_ablation_{variant.library}"
+    handler = ctypes.CDLL(str(path)).ablation_forward
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="CUDA")
+    return target
+
+
+def operands(variant: Variant, shape: grid.Shape) -> tuple[jax.Array, ...]:
+    """What the kernel reads: images, or bfloat16 arrays and the softmax scale."""
+    sizes = [(shape.batch, shape.seqlen_q, shape.num_heads_q, shape.head_dim)] * 3
+    keys = jax.random.split(jax.random.key(0), 3)
+    arrays = [
+        jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)
+    ]
+    if not variant.is_fp8:
+        return (*arrays, jnp.float32(shape.head_dim**-0.5))
+    lead = (shape.batch, shape.num_heads_kv)
+    factor = jnp.full(lead, shape.head_dim**-0.5 * math.log2(math.e), jnp.float32)
+    return tuple(
+        _ffi.quantize_operands(
+            *arrays,
+            factor,
+            jnp.ones(lead, jnp.float32),
+            image_dtype=jnp.float8_e4m3fn,
+            hadamard=True,
+            smooth_key=True,
+            center_value=True,
+        )
+    )
+
+
+def forward(variant: Variant, target: str, shape: grid.Shape) -> Any:
+    """The variant as a function of its operands."""
+    if variant.is_fp8:
+        return lambda *images: _ffi.fwd_fp8(
+            _ffi.Images(*images),
+            seqlen_q=shape.seqlen_q,
+            seqlen_k=shape.seqlen_k,
+            is_causal=shape.is_causal,
+            bottom_right=True,
+            linear_exp="kLinear" in variant.base,
+            out_dtype=jnp.bfloat16,
+            target=target,
+        )
+    return lambda *args: _ffi.fwd_native(
+        *args, is_causal=shape.is_causal, bottom_right=True, target=target
+    )
+
+
+def time_base(base: str, folder: Path, rounds: int, turn_s: float) -> list[str]:
+    """Table rows of one config."""
+    variants = [variant for variant in VARIANTS if variant.base == base]
+    targets = {v: target for v in variants if (target := register(v, folder)) is not None}
+    speeds: dict[Variant, list[str]] = {variant: [] for variant in targets}
+    for seqlen, is_causal in SHAPES:
+        head_dim = variants[0].head_dim
+        shape = grid.square(16_384 // seqlen, seqlen, 2048 // head_dim, head_dim, is_causal)
+        arrays = operands(variants[0], shape)
+        calls = {v: forward(v, target, shape) for v, target in targets.items()}
+        outs = {v: np.asarray(jax.jit(c)(*arrays)[0], np.float32) for v, c in calls.items()}
+        expected = outs[variants[0]]
+        sides = {}
+        for variant, out in outs.items():
+            error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
+            if not error <= CLOSE:
+                speeds[variant].append(f"WRONG ({error:.1e})")
+            else:
+                sides[variant.name] = timing.jax_side(calls[variant], *arrays)
+        turns = timing.take_turns(sides, timing.SUSTAINED, rounds, turn_s=turn_s)
+        for variant in targets:
+            if variant.name in turns:
+                speeds[variant].append(f"{shape.flops / turns[variant.name].median / 1e9:.0f}")
+    kind = base.replace("ptx::", "")
+    return [f"| {kind} | {v.name} | " + " | ".join(row) + " |" for v, row in speeds.items()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("step", choices=("build", "time"))
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/ablation")
+    parser.add_argument("--jobs", type=int, default=2, help="compilers at a time (default 2)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.05, help="of a turn (default 0.05)")
+    flags = parser.parse_args(arguments)
+    if flags.step == "build":
+        build(flags.folder, flags.jobs)
+        return 0
+    titles = [f"S={s}{' causal' if causal else ''}" for s, causal in SHAPES]
+    print("| kernel | variant | " + " | ".join(titles) + " |")
+    print("| --- | --- |" + " ---: |" * len(SHAPES))
+    for base in dict.fromkeys(variant.base for variant in VARIANTS):
+        for row in time_base(base, flags.folder, flags.rounds, flags.seconds):
+            print(row, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.exit_with_usage(main))
