@@ -221,7 +221,7 @@ def run(
     for name, x in main.items():
         _check_placement(function, name, x, only_cuda)
         main[name] = _refuse_float8_gradient(function, name, x)
-    constant_scale = not isinstance(arrays["softmax_scale"], jax.Array)
+    constant_scale = not isinstance(arrays.get("softmax_scale"), jax.Array)
     arrays = {name: _fold.as_operand(name, x) for name, x in arrays.items() if x is not None}
     given = {**main, **arrays}
     core = _core(function, config, plan.path, only_cuda, constant_scale)
