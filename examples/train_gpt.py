@@ -214,16 +214,17 @@ def run_steps(
     return state
 
 
-def what_runs(settings: Settings) -> str:
-    """What computes attention in this mode; prints why, where this package can tell."""
+def what_runs(settings: Settings) -> list[str]:
+    """Lines on what computes attention in this mode, forward and backward; prints them too."""
     mode = MODES[settings.attention]
-    if mode.explained is None:
-        return "jax.nn.dot_product_attention on cuDNN"
-    shape = (settings.batch, settings.seqlen, settings.num_heads, settings.head_dim)
-    like = jax.ShapeDtypeStruct(shape, mode.dtype)
-    explained = str(jax_fa3.explain(like, like, like, is_causal=True, **mode.explained))
-    print(f"{settings.attention}: {explained}", flush=True)
-    return explained.splitlines()[0].partition(" runs: ")[2]
+    lines = ["attention runs: jax.nn.dot_product_attention on cuDNN"]
+    if mode.explained is not None:
+        shape = (settings.batch, settings.seqlen, settings.num_heads, settings.head_dim)
+        like = jax.ShapeDtypeStruct(shape, mode.dtype)
+        plan = jax_fa3.explain(like, like, like, is_causal=True, **mode.explained)
+        lines = str(plan).splitlines()
+    print(f"{settings.attention}:", *lines, sep="\n", flush=True)
+    return lines
 
 
 def positive(text: str) -> int:

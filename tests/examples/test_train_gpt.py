@@ -80,6 +80,8 @@ def test_learns_and_resumes(tmp_path, monkeypatch):
     assert plot.read_bytes()[:4] == b"\x89PNG"
     assert list(rows) == ["fp8", "xla"]
     assert [row["precision"] for row in rows.values()] == ["fp8", "f32"]
+    assert "  quantisation: none" not in rows["fp8"]["runs"]
+    assert "  quantisation: none" in rows["xla"]["runs"]
     for row in rows.values():
         assert row["steps"] == len(row["losses"]) == len(row["step_ms"]) == STEPS
         assert row["losses"][0] == pytest.approx(5.55, abs=0.2)  # log(256): it knows nothing yet
