@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -170,10 +171,10 @@ class Scaling:
             yield row
 
     def backward(self, precision: str) -> Iterator[Row]:
-        """Forward and backward of the shortest sequence, on all devices and on one."""
-        count, seqlen = len(self.devices), min(self.tokens)
+        """Forward and backward of every length, on all devices and, a device's share, on one."""
+        count = len(self.devices)
         milliseconds: dict[int, float] = {}
-        for devices in (count, 1):
+        for seqlen, devices in itertools.product(self.tokens, (count, 1)):
             own = seqlen if devices > 1 else seqlen // count
             fn = self.many(precision) if devices > 1 else self.one(precision)
             args = random_inputs(self.shape(own), self.on_all if devices > 1 else self.on_one)

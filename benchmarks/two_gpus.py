@@ -10,7 +10,7 @@ Phases, in order:
   parallel  context_parallel_attention: every strategy, layout and precision, grouped heads
   sharding  batch and heads split under jit (Shardy, GSPMD, explicit mesh) and in shard_map
   flax      linen and nnx layers, the batch split too
-  backward  forward and backward at the shorter length
+  backward  forward and backward of the ring
 
 The file is written after every phase. What --limit leaves no time for is listed in its meta, and
 so is what failed; exit code 1 when anything failed, 2 for bad usage.

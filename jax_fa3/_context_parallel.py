@@ -110,6 +110,8 @@ def context_parallel_attention(
     query, key, value = (x.reshape(math.prod(leading), *x.shape[-3:]) for x in (query, key, value))
     if softmax_scale is None:
         softmax_scale = np.float32(query.shape[-1] ** -0.5)
+    # A number has no gradient, so the local backward pass need not compute one.
+    number = None if isinstance(softmax_scale, jax.Array) else softmax_scale
     # NOTE: all of it varies over the axis from here on, the scale too. Otherwise its gradient would
     # be summed over devices inside a branch that only some of them take, and they would wait for
     # the others forever.
@@ -125,7 +127,7 @@ def context_parallel_attention(
             query,
             key,
             value,
-            arrays={"softmax_scale": scale},
+            arrays={"softmax_scale": scale if number is None else number},
             static={"is_causal": is_causal, "precision": precision, "quantization": quantization},
             return_logsumexp=True,
             implementation=implementation,
