@@ -84,7 +84,7 @@ def test_verdict_allows_more_over_very_many_keys():
 
 def test_grid_is_the_papers():
     shapes = grid.grid() + grid.headline()
-    assert len({shape.name for shape in shapes}) == 26
+    assert len({shape.name for shape in shapes}) == 38
     first = shapes[0]
     assert (first.name, first.batch, first.num_heads_q) == ("B32_S512_H32_D64_n", 32, 32)
     assert all(s.batch * s.seqlen_q == 16_384 for s in shapes[:-2])
