@@ -12,21 +12,19 @@ wraps them in shard_map.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jax_fa3 import _compat, _grad, _local
+from jax_fa3._layout import Axes, Layout, axes_of, layout_of, spec_of, whole_prefix
 from jax_fa3._local import Call
 from jax_fa3._shapes import Operands
 
-Axes = tuple[str, ...]
 Arrays = tuple[jax.Array, ...]
 
 _WHOLE = ("seqlen_q", "seqlen_k", "dim", "dim_v")
@@ -63,69 +61,9 @@ def refuse_sharded(
             cure = "call context_parallel_attention in jax.shard_map, or " * (axis == "seqlen")
             raise ValueError(
                 f"{function}: the {axis} axis of {argument} must not be sharded; got it sharded "
-                f"over mesh axes {_axes(entry)!r}. Shard batch or heads instead, {cure}make it "
+                f"over mesh axes {axes_of(entry)!r}. Shard batch or heads instead, {cure}make it "
                 "whole with jax.lax.with_sharding_constraint (jax.reshard on an explicit mesh)."
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Which mesh axes split what.
-
-    Attributes:
-      batch: mesh axes of each batch axis.
-      heads: mesh axes of the query heads, major first.
-      heads_kv: the prefix of heads that splits the KV heads.
-    """
-
-    mesh: Mesh | AbstractMesh
-    batch: tuple[Axes, ...]
-    heads: Axes
-    heads_kv: Axes
-
-    @property
-    def every(self) -> Axes:
-        return sum(self.batch, ()) + self.heads
-
-    @property
-    def heads_rest(self) -> Axes:
-        """Axes that split query heads but not KV heads."""
-        return self.heads[len(self.heads_kv) :]
-
-    def spec(self, shape: Sequence[int], labels: Sequence[str]) -> PartitionSpec:
-        """Sharding of an array with these sizes; axes of size 1 are shared and stay whole."""
-        by_label = {"head_q": self.heads, "head_kv": self.heads_kv}
-        axes = (*self.batch, *(by_label.get(label, ()) for label in labels))
-        return _compat.partition_spec(
-            *((a or None) if size != 1 else None for a, size in zip(axes, shape, strict=True))
-        )
-
-    def named(self, shape: Sequence[int], labels: Sequence[str]) -> NamedSharding:
-        return NamedSharding(self.mesh, self.spec(shape, labels))
-
-
-def _axes(entry: Any) -> Axes:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _spec_of(x: Any) -> tuple[Any, ...]:
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return (None,) * len(x.shape)
-    spec = tuple(sharding.spec)
-    return spec + (None,) * (len(x.shape) - len(spec))
-
-
-def _prefix(mesh: Mesh | AbstractMesh, axes: Axes, size: int, used: set[str]) -> Axes:
-    """Longest prefix of axes, free of used ones, whose device count divides size."""
-    taken: list[str] = []
-    for axis in axes:
-        if axis in used or size % math.prod(mesh.shape[a] for a in (*taken, axis)):
-            break
-        taken.append(axis)
-    return tuple(taken)
 
 
 def must_be_whole(argument: str) -> bool:
@@ -137,30 +75,6 @@ def check_whole(function: str, operands: Mapping[str, Any]) -> None:
     """Raises ValueError when an axis that must be whole is sharded; function names the caller."""
     for name, x in operands.items():
         refuse_sharded(function, name, x.shape, _compat.split_of(x))
-
-
-def layout_of(mesh: Mesh | AbstractMesh, operands: Mapping[str, Any]) -> Layout:
-    """The layout that query's sharding asks for; key and value are asked where query says nothing.
-
-    operands: by name, each with shape and sharding.
-    """
-    full = _local.batch_shape(dict(operands))
-    used: set[str] = set()
-    batch: list[Axes] = []
-    for axis, size in enumerate(full):
-        entries = [
-            _axes(_spec_of(operands[name])[axis])
-            for name in ("query", "key", "value")
-            if operands[name].shape[axis] != 1
-        ]
-        batch.append(_prefix(mesh, next((a for a in entries if a), ()), size, used))
-        used.update(batch[-1])
-    heads_q, heads_kv = operands["query"].shape[-2], operands["key"].shape[-2]
-    entries = [_axes(_spec_of(operands["query"])[-2])]
-    if heads_q == heads_kv:
-        entries += [_axes(_spec_of(operands[name])[-2]) for name in ("key", "value")]
-    heads = _prefix(mesh, next((a for a in entries if a), ()), heads_q, used)
-    return Layout(mesh, tuple(batch), heads, _prefix(mesh, heads, heads_kv, set()))
 
 
 def _pick_heads(
@@ -260,8 +174,8 @@ def whole(function: str, argument: str) -> Callable[..., Arrays]:
         (x,) = args
         named = (*[""] * (len(x.shape) - len(labels)), *labels)
         spec: list[Axes | None] = []
-        for size, entry, label in zip(x.shape, _spec_of(x), named, strict=True):
-            axes = () if label in _WHOLE else _prefix(mesh, _axes(entry), size, set())
+        for size, entry, label in zip(x.shape, spec_of(x), named, strict=True):
+            axes = () if label in _WHOLE else whole_prefix(mesh, axes_of(entry), size, set())
             spec.append(axes or None)
         return NamedSharding(mesh, _compat.partition_spec(*spec))
 
@@ -354,7 +268,7 @@ def _backward(call: Call) -> Callable[..., Arrays]:
                 grads = run(*picked.values(), *arrays[len(names) :])
                 done: list[jax.Array] = []
                 for name, grad, sharding in zip(targets, grads, out_shardings, strict=True):
-                    split = {a for entry in sharding.spec for a in _axes(entry)}
+                    split = {a for entry in sharding.spec for a in axes_of(entry)}
                     added = tuple(axis for axis in layout.every if axis not in split)
                     total = grad.astype(jnp.float32) if added else grad
                     if heads is not None and "head_kv" in _local.LABELS[name]:
