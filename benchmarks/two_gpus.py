@@ -164,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.devices == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 2)
+        # Queued programs whose collectives wait for each other would need a thread each.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     start = time.monotonic()
     rows: list[Row] = []
     failed: list[str] = []

@@ -302,6 +302,9 @@ def _corrected_mean(
     """
     if prepared.value_mean is None:
         return None
+    # A non-finite number counted as 0 in the mean, so it does here.
+    finite = jnp.isfinite(operands.value.astype(jnp.float32))
+    value = jnp.where(finite, value, -prepared.value_mean[:, None])
     return prepared.value_mean - _mean(value, _masks.key_valid(operands, dims))
 
 

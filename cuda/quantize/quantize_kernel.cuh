@@ -229,7 +229,8 @@ FA3_HOST_DEVICE float sum_of_codes(const uint32_t (&words)[4]) {
 
 // Codes of a part of v's granule, from channel `first` on, out of shared memory: each thread takes
 // 16 keys of two channels at a time. `code_sums`: where the sums over the granule go, one a channel,
-// or null. `means`: subtracted from v.
+// or null; a NaN, an Inf and a key past the sequence, whose code is 0, count there as a value of 0.
+// `means`: subtracted from v.
 template <typename Traits, bool kE5m2>
 __device__ __forceinline__ void store_v_granule(const QuantizeParams& params, const uint8_t* smem_v,
                                                 const float* means, const float* multiplier,
@@ -252,23 +253,29 @@ __device__ __forceinline__ void store_v_granule(const QuantizeParams& params, co
       even[key] = (pair_low(word, is_bf16) - mean.x) * scale.x;
       odd[key] = (pair_high(word, is_bf16) - mean.y) * scale.y;
     }
+    float2 sums{0.0f, 0.0f};
     if (has_gaps) {  // NaN, Inf and keys past the sequence become 0
 #pragma unroll
       for (int key = 0; key < 16; ++key) {
-        even[key] = is_finite(even[key]) ? even[key] : 0.0f;
-        odd[key] = is_finite(odd[key]) ? odd[key] : 0.0f;
+        if (!is_finite(even[key])) {
+          even[key] = 0.0f;
+          sums.x -= mean.x * scale.x;
+        }
+        if (!is_finite(odd[key])) {
+          odd[key] = 0.0f;
+          sums.y -= mean.y * scale.y;
+        }
       }
     }
     uint32_t words[4];
     cast_value_chunk<kE5m2>(even, words);
     *reinterpret_cast<uint4*>(image + value_image_offset(channel, 16 * group)) =
         uint4{words[0], words[1], words[2], words[3]};
-    float2 sums;
-    sums.x = sum_of_codes<kE5m2>(words);
+    sums.x += sum_of_codes<kE5m2>(words);
     cast_value_chunk<kE5m2>(odd, words);
     *reinterpret_cast<uint4*>(image + value_image_offset(channel + 1, 16 * group)) =
         uint4{words[0], words[1], words[2], words[3]};
-    sums.y = sum_of_codes<kE5m2>(words);
+    sums.y += sum_of_codes<kE5m2>(words);
     if (code_sums == nullptr) continue;
 #pragma unroll
     for (int mask = 1; mask < 8; mask *= 2) {
@@ -298,8 +305,11 @@ __device__ __forceinline__ void correct_v_mean(const QuantizeParams& params, int
 #pragma unroll
   for (int group = 1; group < kGroups; ++group) sum += smem[group * kHeadDim + channel];
   const int64_t place = (batch * params.num_heads_kv + head) * kHeadDim + channel;
-  const float rounded = sum / static_cast<float>(params.seqlen_k) * params.v_descale[place];
-  params.v_mean[place] = results[kMeanV * kHeadDim + channel] - rounded;
+  const float mean = results[kMeanV * kHeadDim + channel];
+  // Keys past the sequence counted as values of 0: out again.
+  const float padding = static_cast<float>(granules * kGranule - params.seqlen_k);
+  sum += padding * (mean * results[kMultiplierV * kHeadDim + channel]);
+  params.v_mean[place] = mean - sum / static_cast<float>(params.seqlen_k) * params.v_descale[place];
 }
 
 // One granule of keys and values of one (batch, kv head). k and v share a CTA because a NaN or Inf

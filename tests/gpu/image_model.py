@@ -226,8 +226,9 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
         multiplier = np.where(amax == 0, 1, np.float32(value_range) / bounded).astype(np.float32)
     v_codes = cast(np.where(np.isfinite(v_real), centred * multiplier[:, :, None, :], 0), dtype)
 
-    # the mean that the rounded values add by themselves
-    of_codes = v_codes.view(dtype).astype(np.float64).mean(2) * v_descale
+    # the mean that the rounded values add by themselves; NaN counts as the 0 it was in v_mean
+    rounded = v_codes.view(dtype).astype(np.float64) * v_descale[:, :, None, :]
+    of_codes = np.where(np.isfinite(v_real), rounded, -v_mean[:, :, None, :]).mean(2)
 
     return {
         "q_image": swizzle_rows(pad_axis(codes, 2, SLAB), SLAB),

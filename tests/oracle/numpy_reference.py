@@ -279,7 +279,10 @@ def quantize(
                 v_out[ib, :, ik, channel] = cast(y[:, channel] * (limit / amax), format_name)
                 v_scale[ib, ik, channel] = amax / limit
         if center_value and value.dtype not in FLOAT8:
-            v_mean[ib, ik] -= v_out[ib, :, ik].astype(np.float64).mean(axis=0) * v_scale[ib, ik]
+            rounded = v_out[ib, :, ik].astype(np.float64) * v_scale[ib, ik]
+            # NaN counts as the 0 that it was in the mean.
+            finite = np.isfinite(value[ib, :, ik].astype(np.float64))
+            v_mean[ib, ik] -= np.where(finite, rounded, -v_mean[ib, ik]).mean(axis=0)
         if value_descale is not None:
             v_scale[ib, ik] *= value_descale[ib, ik]
     return Quantized(q_out, q_descale, q_shift, k_out, k_descale, v_out, v_scale, v_mean)

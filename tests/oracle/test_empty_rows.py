@@ -205,14 +205,17 @@ def _hidden_nan(place: str, inputs: dict[str, Any]) -> tuple[dict[str, Any], dic
 def test_hidden_nan_reaches_nothing(place: str, precision: str) -> None:
     case = cases.Case("hidden", seqlen_q=23, seqlen_k=37, logits_soft_cap=5.0)
     clean, dirty = _hidden_nan(place, cases.make_inputs(case, F32))
+    atol = 1e-6
     if precision == "fp8" and place == "window":
         # Keys that only a window hides still count in the means; compare with NaN counted as 0.
         for name in ("key", "value"):
             clean[name] = np.where(np.isfinite(dirty[name]), dirty[name], np.float32(0))
+        # A 0 is rounded like every value, and the mean of the rounding errors is given back.
+        atol = 5e-2
     options = {**case.options(), "precision": precision}
     expected, expected_logsumexp = helpers.attend(**{**clean, **options})
     out, logsumexp = helpers.attend(**{**dirty, **options})
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=atol)
     np.testing.assert_allclose(logsumexp, expected_logsumexp, rtol=1e-5, atol=1e-6)
     cotangents = ones_like_results(case)
     grads = helpers.gradients(cotangents, MAIN, **{**dirty, **options})
