@@ -56,10 +56,14 @@ def unserved_reason(
 def backward(operands: Operands, results: Results, call: Call) -> Arrays:
     """Cotangent of every operand that wants one, by name."""
     arrays = _local.present(operands)
-    main = [arrays.pop(name) for name in ("query", "key", "value")]
-    head_dim, head_dim_v = main[0].shape[-1], main[2].shape[-1]
-    reason = unserved_reason(call.config, head_dim, head_dim_v, [x.dtype for x in main], arrays)
-    arrays = _local.present(operands)
+    main = (operands.query, operands.key, operands.value)
+    reason = unserved_reason(
+        call.config,
+        operands.query.shape[-1],
+        operands.value.shape[-1],
+        [x.dtype for x in main],
+        arrays.keys() - {"query", "key", "value"},
+    )
     if reason is not None or any(x.size == 0 for x in main):
         return _by_xla(arrays, results, call)
 
@@ -171,7 +175,7 @@ def _native(
         operands.query,
         operands.key,
         operands.value,
-        *results_in(operands.query.dtype, results),
+        *_results_in(operands.query.dtype, results),
         operands.softmax_scale,
         is_causal=call.config.is_causal,
         bottom_right=call.config.causal_alignment == "bottom_right",
@@ -179,7 +183,7 @@ def _native(
     )
 
 
-def results_in(dtype: Any, results: Results) -> Results:
+def _results_in(dtype: Any, results: Results) -> Results:
     """results with out and dout in the dtype of the kernel's operands."""
     return results._replace(out=results.out.astype(dtype), dout=results.dout.astype(dtype))
 
@@ -205,7 +209,7 @@ def _fp8(
     logsumexp = jnp.where(finite, results.logsumexp - shift, results.logsumexp)
     dquery, dkey, dvalue, _ = _ffi.bwd(
         *quantised,
-        *results_in(jnp.bfloat16, results._replace(logsumexp=logsumexp)),
+        *_results_in(jnp.bfloat16, results._replace(logsumexp=logsumexp)),
         _LN_2 * jnp.ones((), jnp.float32),
         is_causal=config.is_causal,
         bottom_right=config.causal_alignment == "bottom_right",

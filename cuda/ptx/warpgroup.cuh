@@ -6,14 +6,6 @@
 
 namespace jax_fa3::ptx {
 
-// The lane of this thread in its warp; volatile, so that what depends on it is computed where it is
-// used.
-__device__ __forceinline__ int lane_id() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-
 // setmaxnreg: all warps of the warpgroup run it once, at the start of their role.
 template <int kRegisters>
 __device__ __forceinline__ void release_registers() {
