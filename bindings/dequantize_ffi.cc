@@ -20,11 +20,7 @@ ffi::Error dequantize(cudaStream_t stream, ffi::AnyBuffer q_image, F32 q_descale
   const auto q_dims = q->dimensions(), k_dims = k->dimensions();
   const int64_t batch = q_dims[0], seqlen_q = q_dims[1], num_heads_q = q_dims[2],
                 head_dim = q_dims[3], seqlen_k = k_dims[1], num_heads_kv = k_dims[2];
-  check.size("batch", batch);
-  check.size("seqlen_q", seqlen_q);
-  check.size("seqlen_k", seqlen_k);
-  check.size("num_heads_q", num_heads_q);
-  check.heads(num_heads_q, num_heads_kv);
+  check.sizes(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv);
   check.head_dim(head_dim);
   check.hopper();
   const int64_t rows = round_up(seqlen_q, kSlab),

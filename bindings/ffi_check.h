@@ -70,6 +70,16 @@ class Checker {
             std::string(name) + " must lie in [1, 2^30 - 1]; got " + std::to_string(value) + ".");
   }
 
+  // The sizes that every handler shares.
+  void sizes(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t num_heads_q,
+             int64_t num_heads_kv) {
+    size("batch", batch);
+    size("seqlen_q", seqlen_q);
+    size("seqlen_k", seqlen_k);
+    size("num_heads_q", num_heads_q);
+    heads(num_heads_q, num_heads_kv);
+  }
+
   void head_dim(int64_t value) {
     require(value == 64 || value == 128 || value == 256,
             "head_dim must be 64, 128 or 256; got " + std::to_string(value) + ".");

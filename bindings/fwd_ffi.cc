@@ -13,11 +13,7 @@ void fill_shape(Checker& check, FwdShape& shape, int64_t batch, int64_t seqlen_q
                 int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim,
                 ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> logsumexp,
                 ffi::ResultBuffer<ffi::S32> tile_counter, bool is_causal, bool bottom_right) {
-  check.size("batch", batch);
-  check.size("seqlen_q", seqlen_q);
-  check.size("seqlen_k", seqlen_k);
-  check.size("num_heads_q", num_heads_q);
-  check.heads(num_heads_q, num_heads_kv);
+  check.sizes(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv);
   check.head_dim(head_dim);
   check.shape("out", *out, {batch, seqlen_q, num_heads_q, head_dim});
   check.shape("logsumexp", *logsumexp, {batch, num_heads_q, seqlen_q});

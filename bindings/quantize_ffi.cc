@@ -25,11 +25,7 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   const int64_t seqlen_k = k_dims[1], num_heads_kv = k_dims[2];
   const int64_t rows = round_up(seqlen_q, kSlab),
                 granules = round_up(seqlen_k, kGranule) / kGranule;
-  check.size("batch", batch);
-  check.size("seqlen_q", seqlen_q);
-  check.size("seqlen_k", seqlen_k);
-  check.size("num_heads_q", num_heads_q);
-  check.heads(num_heads_q, num_heads_kv);
+  check.sizes(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv);
   check.head_dim(head_dim);
   check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("v", v, {batch, seqlen_k, num_heads_kv, head_dim});
