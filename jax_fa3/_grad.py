@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _compat, _ffi, _fp8_model, _local, _reference, _shapes
+from jax_fa3 import _compat, _ffi, _fp8_grad, _local, _reference, _shapes
 from jax_fa3._local import Call
 from jax_fa3._shapes import Config, Operands
 
@@ -199,8 +199,7 @@ def _fp8(
     """
     config = call.config
     query, key, value = operands.query, operands.key, operands.value
-    seqlen_q, num_heads_q, head_dim = query.shape[1:]
-    num_heads_kv = key.shape[2]
+    seqlen_q, _, head_dim = query.shape[1:]
     images = _local.quantize(operands, config)
     quantised = _ffi.dequantize_operands(images, seqlen_q=seqlen_q, seqlen_k=key.shape[1])
     # logits = ln 2 * quantised query @ quantised key^T + ln 2 * q_shift, in natural units.
@@ -215,34 +214,21 @@ def _fp8(
         bottom_right=config.causal_alignment == "bottom_right",
         wants_scale=False,
     )
-    # d query / factor: factor multiplies query in the logits, which are linear in it.
-    per_factor = dquery.astype(jnp.float32)
-    if _shapes.uses_hadamard(config, query, key):
-        per_factor = _rotate_back(dquery) / np.float32(head_dim)
-        dkey = _rotate_back(dkey)
+    mean = None
     if config.quantization.smooth_key:
-        # Each logit holds query . mean(key) as well; its gradients sum to dlogsumexp over the keys.
         mean = jnp.mean(key.astype(jnp.float32), axis=1)
-        mean = jnp.repeat(mean, num_heads_q // num_heads_kv, axis=1)
-        weight = jnp.where(finite, results.dlogsumexp, 0.0) * _LN_2
-        per_factor += jnp.swapaxes(weight, 1, 2)[..., None] * mean[:, None]
-    factor = operands.softmax_scale * np.float32(_fp8_model.LOG2_E)
-    dscale = jnp.zeros(query.shape[0], jnp.float32)
-    if not call.constant_scale:
-        products = query.astype(jnp.float32) * per_factor
-        dscale = jnp.sum(products, axis=(1, 2, 3)) * np.float32(_fp8_model.LOG2_E)
-    return (
-        (per_factor * factor).astype(query.dtype),
-        dkey.astype(key.dtype),
-        dvalue.astype(value.dtype),
-        dscale,
+    grads = _fp8_grad.of_inputs(
+        dquery,
+        dkey,
+        softmax_scale=operands.softmax_scale,
+        order=_ffi.rotated_order(head_dim) if _shapes.uses_hadamard(config, query, key) else None,
+        key_mean=mean,
+        row_sums=jnp.where(finite, results.dlogsumexp, 0.0),
+        query=None if call.constant_scale else query,
     )
-
-
-def _rotate_back(x: jax.Array) -> jax.Array:
-    """Transpose of the kernels' rotation on the last axis, as one product; float32."""
-    head_dim = x.shape[-1]
-    matrix = _fp8_model.hadamard(jnp.eye(head_dim, dtype=jnp.float32))  # +1 and -1
-    matrix = matrix[:, _ffi.rotated_order(head_dim)].astype(x.dtype)
-    rotated: jax.Array = jnp.einsum("...j,ij->...i", x, matrix, preferred_element_type=jnp.float32)
-    return rotated
+    return (
+        grads.dquery.astype(query.dtype),
+        grads.dkey.astype(key.dtype),
+        dvalue.astype(value.dtype),
+        jnp.zeros(query.shape[0], jnp.float32) if grads.dscale is None else grads.dscale,
+    )
