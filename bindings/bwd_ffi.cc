@@ -38,8 +38,8 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   check.shape("dk", *dk, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("dv", *dv, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("scale_grads", *scale_grads, {batch, num_heads_q, rows / kPieceRows});
-  check.shape("row_lse", *row_lse, {batch, num_heads_q, rows});
-  check.shape("row_delta", *row_delta, {batch, num_heads_q, rows});
+  check.shape("row_lse", *row_lse, {batch, num_heads_q, rows, kBwdRowWords});
+  check.shape("row_delta", *row_delta, {batch, num_heads_q, rows, kBwdRowWords});
   check.shape("dq_acc", *dq_acc, {batch, num_heads_q, rows, head_dim});
   const ElementKind element = check.kind("q", q.element_type(), false, true);
   check.same_type("k", k.element_type(), "q", q.element_type());
@@ -94,8 +94,8 @@ XLA_FFI_DEFINE_HANDLER(
         .Ret<ffi::AnyBuffer>()  // dk             like k
         .Ret<ffi::AnyBuffer>()  // dv             like k
         .Ret<F32>()             // scale_grads    [batch, num_heads_q, rows / 64]
-        .Ret<F32>()             // row_lse        [batch, num_heads_q, rows]            workspace
-        .Ret<F32>()             // row_delta      [batch, num_heads_q, rows]            workspace
+        .Ret<F32>()             // row_lse        [batch, num_heads_q, rows, 4]         workspace
+        .Ret<F32>()             // row_delta      [batch, num_heads_q, rows, 4]         workspace
         .Ret<F32>()             // dq_acc         [batch, num_heads_q, rows, head_dim]  workspace
         .Attr<bool>("is_causal")
         .Attr<bool>("bottom_right")

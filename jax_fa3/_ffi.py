@@ -40,6 +40,7 @@ _PAD_K: Final = 128
 # covers 64.
 _PAD_BWD: Final = 128
 _ROWS_PER_PART: Final = 64
+_ROW_WORDS: Final = 4  # of every query row in the two workspaces of its numbers
 # Keys per partial of the channel statistics; one slot more holds their total.
 _KEYS_PER_CHUNK: Final = 512
 # Scratch of the forward kernels: the counter from which CTAs take their tiles.
@@ -308,8 +309,8 @@ def bwd(
             (key.shape, key.dtype),
             (value.shape, value.dtype),
             ((batch, num_heads_q, rows // _ROWS_PER_PART), jnp.float32),
-            ((batch, num_heads_q, rows), jnp.float32),  # workspaces, dropped
-            ((batch, num_heads_q, rows), jnp.float32),
+            ((batch, num_heads_q, rows, _ROW_WORDS), jnp.float32),  # workspaces, dropped
+            ((batch, num_heads_q, rows, _ROW_WORDS), jnp.float32),
             ((batch, num_heads_q, rows, head_dim), jnp.float32),
         ],
         (query, key, value, out, logsumexp, dout, dlogsumexp, softmax_scale),

@@ -15,7 +15,7 @@ INTRO = """\
 // bytes of one operand row. All 128 threads of a warpgroup call it together, between wgmma_fence
 // and wgmma_commit. `accumulate` = 0 overwrites D. WgmmaSs takes A and B from shared memory
 // (descriptors), WgmmaRs takes A from four registers. 16-bit operands: WgmmaSs reads both K-major,
-// WgmmaRs reads B MN-major, WgmmaSsMn reads both MN-major.
+// WgmmaRs reads B MN-major, WgmmaRsK reads it K-major, WgmmaSsMn reads both MN-major.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +34,8 @@ struct WgmmaSs;
 template <class A, class B, class Acc, int kN>
 struct WgmmaRs;
 template <class A, class B, class Acc, int kN>
+struct WgmmaRsK;
+template <class A, class B, class Acc, int kN>
 struct WgmmaSsMn;
 """
 
@@ -43,6 +45,7 @@ SHAPES = [
     *[("WgmmaRs", "E4m3", t, "f32", n) for t in ("E4m3", "E5m2") for n in (32, 40, 64, 72, 136)],
     *[("WgmmaSs", t, t, "f32", n) for t in ("Bf16", "F16") for n in (64, 80, 128)],
     *[("WgmmaRs", t, t, "f32", n) for t in ("Bf16", "F16") for n in (64, 128, 256)],
+    *[("WgmmaRsK", t, t, "f32", 64) for t in ("Bf16", "F16")],
     *[("WgmmaSsMn", t, t, "f32", 64) for t in ("Bf16", "F16")],
 ]
 
@@ -56,13 +59,13 @@ def wrapper(kind: str, a: str, b: str, acc: str, n: int) -> str:
     registers = ", ".join(f"%{i}" for i in range(count))
     lines = [f'        "{{{registers}}}, "']
     operands = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(count))
-    if kind == "WgmmaRs":
+    if kind in ("WgmmaRs", "WgmmaRsK"):
         source = "{" + ", ".join(f"%{count + i}" for i in range(4)) + f"}}, %{count + 4}, use_d"
         predicate = count + 5
         inputs = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)'
         parameter = "const uint32_t* a"
         # 16-bit B from a row-major [K][N] tile is MN-major: its transpose bit is 1.
-        tail = "1, 1" if is_fp8 else "1, 1, 1"
+        tail = "1, 1" if is_fp8 else "1, 1, 0" if kind == "WgmmaRsK" else "1, 1, 1"
     else:
         source = f"%{count}, %{count + 1}, use_d"
         predicate = count + 2

@@ -15,20 +15,23 @@ namespace jax_fa3 {
 // Fields of a config:
 //   kBlockQ     query rows per step
 //   kQStages, kDoStages  depth of the rings of Q and dO
-//   kOverlap    dQ and dK of a step run during the exponentials of the next one; costs registers
+//   kScoreGradBuffers    tiles of dS^T
+//   kApart      a warpgroup of its own makes dQ; V stays in the registers of the math warpgroups
 // A CTA owns 128 keys, 64 for each of its two math warpgroups.
 template <class ElementType>
 struct BwdD64 {
   using Element = ElementType;
-  static constexpr int kHeadDim = 64, kBlockQ = 128, kQStages = 3, kDoStages = 2;
-  static constexpr bool kOverlap = false;
+  static constexpr int kHeadDim = 64, kBlockQ = 64, kQStages = 4, kDoStages = 4;
+  static constexpr int kScoreGradBuffers = 3;
+  static constexpr bool kApart = true;
 };
 
 template <class ElementType>
 struct BwdD128 {
   using Element = ElementType;
   static constexpr int kHeadDim = 128, kBlockQ = 64, kQStages = 3, kDoStages = 2;
-  static constexpr bool kOverlap = true;
+  static constexpr int kScoreGradBuffers = 2;
+  static constexpr bool kApart = false;
 };
 
 // ---- what follows from a config -----------------------------------------------------------------
@@ -39,24 +42,27 @@ struct BwdTraits {
   static constexpr int kHeadDim = Config::kHeadDim;
   static constexpr int kBlockQ = Config::kBlockQ;
   static constexpr int kQStages = Config::kQStages, kDoStages = Config::kDoStages;
-  static constexpr bool kOverlap = Config::kOverlap;
+  static constexpr int kScoreGradBuffers = Config::kScoreGradBuffers;
+  static constexpr bool kApart = Config::kApart;
   static constexpr int kMathWarpgroups = 2;
   static constexpr int kMathWarps = 4 * kMathWarpgroups;
   static constexpr int kBlockKv = 64 * kMathWarpgroups;
-  static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
-  static constexpr int kLoadRegisters = 24, kMathRegisters = 240;
+  static constexpr int kThreads = (kMathWarpgroups + 1 + kApart) * 128;
+  static constexpr int kLoadRegisters = 24, kMathRegisters = kApart ? 208 : 240;
+  static constexpr int kQueryGradRegisters = 72;  // kApart
+  static constexpr int kStagingWarps = kApart ? 4 : kMathWarps;
 
   static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
   static constexpr int kQueryChunkBytes = kBlockQ * 128;
   static constexpr int kKeyChunkBytes = kBlockKv * 128;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
   static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;
-  static constexpr int kRowBytes = kBlockQ * 4;  // one f32 per query row
+  static constexpr int kRowBytes = kBlockQ * 4 * kBwdRowWords;  // the numbers of a step's rows
   static constexpr int kScoreGradBytes = kBlockKv * kBlockQ * 2;
   static constexpr int kPieceBytes = kPieceFloats * 4;
 
-  static_assert(kBlockQ / 64 * kChunks == kMathWarpgroups,
-                "a step makes one 64 x 64 piece of dQ for each math warpgroup");
+  static_assert(kBlockQ / 64 * kChunks == (kApart ? 1 : kMathWarpgroups),
+                "a step makes one 64 x 64 piece of dQ for each warpgroup that takes part");
   static_assert(kBwdRowPad % kBlockQ == 0, "the workspaces hold whole q tiles");
   static_assert(kQStages >= 2 && kQStages <= 4 && kDoStages >= 1 && kDoStages <= 4,
                 "the Q ring has 2 to 4 stages, the dO ring 1 to 4");

@@ -1,9 +1,9 @@
-// Writes one warp's 16 rows of a gradient in 16 bits, turned through shared memory.
+// Gradients leave in 16 bits, a warp's 16 rows at a time, turned through shared memory.
 #pragma once
 
 #include "../ptx/convert.cuh"
 #include "../ptx/shared.cuh"
-#include "config.h"
+#include "load.cuh"
 
 namespace jax_fa3 {
 
@@ -38,6 +38,24 @@ __device__ __forceinline__ void store_warp_rows(const float (&acc)[kColumns / 2]
     if (row < num_rows) *reinterpret_cast<uint4*>(rows + row * row_stride + piece * 16) = data;
   }
   __syncwarp();  // the staging may be written again
+}
+
+// dK and dV of a math warpgroup's 64 keys; `staging` of every warp has 16 * head_dim * 2 bytes.
+template <class Config>
+__device__ __forceinline__ void store_key_grads(
+    const BwdParams& p, const BwdWalk<Config>& walk, int warpgroup,
+    const float (&acc_dk)[BwdTraits<Config>::kHeadDim / 2],
+    const float (&acc_dv)[BwdTraits<Config>::kHeadDim / 2], uint32_t staging) {
+  using Traits = BwdTraits<Config>;
+  const int warp_key = walk.first_key + warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
+  const int64_t row_stride = static_cast<int64_t>(p.num_heads_kv) * Traits::kHeadDim * 2;
+  const int64_t offset = (static_cast<int64_t>(walk.batch) * p.seqlen_k + warp_key) * row_stride +
+                         static_cast<int64_t>(walk.kv_head) * Traits::kHeadDim * 2;
+  store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(
+      acc_dv, 1.0f, staging, static_cast<char*>(p.dv) + offset, row_stride, p.seqlen_k - warp_key);
+  store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(acc_dk, __ldg(p.softmax_scale), staging,
+                                                     static_cast<char*>(p.dk) + offset, row_stride,
+                                                     p.seqlen_k - warp_key);
 }
 
 }  // namespace jax_fa3

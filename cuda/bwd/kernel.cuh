@@ -3,32 +3,37 @@
 // registers to the end, dQ is added up in global memory. rows.cuh holds the kernels before and
 // after it.
 //
-// Roles      warpgroup 0 = load: one thread issues every copy. warpgroups 1, 2 = math: 64 keys
-//            each; both also make one 64 x 64 piece of every step's dQ from all 128 keys.
-// Smem       k | v | q[q stages] | dout[dout stages] | dS^T[2] | 4 KiB of staging per math warp |
-//            row_lse[q stages] | row_delta[dout stages] | barriers
-// mbarriers  name         arrivals          waiter  meaning
-//            k_full       1 + bytes         math    the CTA's keys have landed (once)
-//            v_full       1 + bytes         math    likewise its values
-//            q_full[s]    1 + bytes         math    q stage s and its row_lse have landed
-//            q_empty[s]   every math warp   load    S and dK of the step are done
-//            do_full[s]   1 + bytes         math    dout stage s and its row_delta have landed
-//            do_empty[s]  every math warp   load    dP and dV of the step are done
-// Named      1 (256 threads): both math warpgroups have written their half of dS^T. Id 0 is
-//            __syncthreads.
-// Order      one step with kOverlap, query block i; scores are transposed, keys down and queries
-//            across:
-//              issue S_i += Q K^T, which holds row_lse;  barrier;  issue dQ_{i-1} = dS K;
-//              issue dK += dS^T Q_{i-1};  wait for S_i;  P = exp2(S scaled), masked;
-//              wait for dQ_{i-1}, stage it;  issue dP += V dO_i^T, which holds row_delta;
-//              add dQ_{i-1} to global memory (bulk reduce, one slice per warp);
-//              wait for dK_{i-1}, release q;  issue dV += P dO_i;  wait for dP;  dS = P dP;
-//              write dS^T;  wait for dV, release dout
-//            Without kOverlap S_i is issued after dK_{i-1}, and the exponentials run alone.
+// Roles      warpgroup 0 = load: one thread issues every copy. The last two = math: 64 keys each.
+//            kApart: warpgroup 1 = dQ, and the math warpgroups run free of one another. Else the math
+//            warpgroups make dQ too, a 64 x 64 piece of every step each, from all 128 keys.
+// Smem       k | v | q[q stages] | dout[dout stages] | dS^T[buffers] | 4 KiB of staging per warp that
+//            makes dQ | row_lse[q stages] | row_delta[dout stages] | ones | barriers
+// mbarriers  name         arrivals          waiter   meaning
+//            k_full       1 + bytes         math,dQ  the CTA's keys have landed (once)
+//            v_full       1 + bytes         math     likewise its values
+//            q_full[s]    1 + bytes         math     q stage s and its row_lse have landed
+//            q_empty[s]   every math warp   load     S and dK of the step are done
+//            do_full[s]   1 + bytes         math     dout stage s and its row_delta have landed
+//            do_empty[s]  every math warp   load     dP and dV of the step are done
+//            ds_full[b]   every math warp   dQ       kApart: dS^T of a step is written
+//            ds_empty[b]  every dQ warp     math     kApart: dQ of the step is done
+// Named      1 (256 threads), without kApart: both math warpgroups have written their half of dS^T.
+//            Id 0 is __syncthreads.
+// Order      one step, query block i; scores are transposed, keys down and queries across. S starts as
+//            ones * row_lse and dP as ones * row_delta, products that add the three bfloat16 of a row.
+//   kApart   issue S = Q K^T;  issue dP = V dO^T, V in registers;  issue dV += P dO and dK += dS^T Q of
+//            step i-1;  wait for S;  P = exp2(S scaled), masked;  wait for all, release q and dout of
+//            step i-1;  dS = P dP;  write dS^T, tell the dQ warpgroup, which makes dQ = dS K, stages
+//            it and adds it to global memory (bulk reduce, one slice per warp).
+//   joint    issue S;  barrier;  issue dQ_{i-1} = dS K;  issue dK += dS^T Q_{i-1};  wait for S;
+//            P = exp2(S scaled), masked;  wait for dQ_{i-1}, stage it;  issue dP;  add dQ_{i-1} to
+//            global memory;  wait for dK_{i-1}, release q;  issue dV += P dO_i;  wait for dP;
+//            dS = P dP;  write dS^T;  wait for dV, release dout
 // Numerics   P and dS are rounded to 16 bits for the products, everything else is f32.
 #pragma once
 
-#include "math.cuh"
+#include "math_apart.cuh"
+#include "math_joint.cuh"
 
 namespace jax_fa3 {
 
@@ -41,6 +46,12 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
   // The same for all lanes, and known to the compiler as such.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
 
+  if (threadIdx.x < 16) {
+    const bool one = threadIdx.x < 8;
+    ptx::store_shared_x4(smem.ones() + threadIdx.x * 16,
+                         make_int4(one ? 0x3f803f80 : 0, one ? 0x00003f80 : 0, 0, 0));
+    ptx::fence_async_proxy();
+  }
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(smem.k_full(), 1);
     ptx::mbarrier_init(smem.v_full(), 1);
@@ -52,6 +63,12 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
       ptx::mbarrier_init(smem.do_full(stage), 1);
       ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathWarps);
     }
+    if constexpr (Traits::kApart) {
+      for (int buffer = 0; buffer < Traits::kScoreGradBuffers; ++buffer) {
+        ptx::mbarrier_init(smem.ds_full(buffer), Traits::kMathWarps);
+        ptx::mbarrier_init(smem.ds_empty(buffer), Traits::kStagingWarps);
+      }
+    }
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
@@ -59,6 +76,14 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
   if (warpgroup == 0) {
     ptx::release_registers<Traits::kLoadRegisters>();
     if (threadIdx.x == 0) bwd_load_loop<Config>(p, smem);
+  } else if constexpr (Traits::kApart) {
+    if (warpgroup == 1) {
+      ptx::release_registers<Traits::kQueryGradRegisters>();
+      bwd_query_grads_loop<Config>(p, smem);
+    } else {
+      ptx::take_registers<Traits::kMathRegisters>();
+      bwd_math_apart_loop<Config>(p, smem, warpgroup - 2);
+    }
   } else {
     ptx::take_registers<Traits::kMathRegisters>();
     bwd_math_loop<Config>(p, smem, warpgroup - 1);

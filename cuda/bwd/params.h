@@ -19,6 +19,10 @@ inline constexpr int kBwdRowPad = 128;
 // lane % 4) has columns 8i + 2t, +1 of row 16 warp + g, then of row 16 warp + g + 8.
 inline constexpr int kPieceRows = 64, kPieceFloats = 64 * 64, kPieceWarpFloats = 16 * 64;
 
+// 32-bit words of a query row in row_lse and row_delta: three bfloat16 that sum to its number and five
+// zeros, the operand of a product with ones.
+inline constexpr int kBwdRowWords = 4;
+
 struct BwdParams {
   int batch;
   int seqlen_q;
@@ -43,7 +47,7 @@ struct BwdParams {
   void* dv;  // like k
   float*
       scale_grads;  // [batch, num_heads_q, rows / 64]: parts of the gradient of softmax_scale, or 0
-  float* row_lse;   // workspace [batch, num_heads_q, rows]: what S starts from, see rows.cuh
+  float* row_lse;   // workspace [batch, num_heads_q, rows, 4]: what S starts from, see rows.cuh
   float* row_delta;  // workspace, like row_lse: what dP starts from
   float* dq_acc;     // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces
 

@@ -2,7 +2,8 @@
 //
 // bwd_rows_kernel      row_delta = dlogsumexp - sum(out * dout) and row_lse = -logsumexp / scale: with
 //                      them as the first values of their accumulators, dP comes out less delta and
-//                      S scaled is the log2 of P. P is 0 for rows that see no key and for padding.
+//                      S scaled is the log2 of P; as three bfloat16 that a product with ones adds
+//                      up. P is 0 for rows that see no key and for padding.
 //                      A block has 4 warps; head_dim / 8 lanes share a row, 16 bytes each.
 // bwd_queries_kernel   dq = softmax_scale * dq_acc in 16 bits, and where asked for sum(q * dq_acc)
 //                      for the gradient of softmax_scale. A block makes the 64 rows of one head, a warp 16 of them.
@@ -21,6 +22,16 @@ __device__ __forceinline__ float2 unpack_16bit(uint32_t pair) {
     return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair));
   else
     return __half22float2(*reinterpret_cast<__half2*>(&pair));
+}
+
+// The number of a row as three bfloat16 that sum to it. Infinity becomes a large number, since the
+// product multiplies by 0 too.
+__device__ __forceinline__ void store_row(float* rows, int64_t row, float value) {
+  const float finite = isnan(value) ? value : fmaxf(fminf(value, 0x1p+127f), -0x1p+127f);
+  const float high = __bfloat162float(__float2bfloat16_rn(finite));
+  const float middle = __bfloat162float(__float2bfloat16_rn(finite - high));
+  reinterpret_cast<uint4*>(rows)[row] = make_uint4(
+      ptx::pack_bf16x2(high, middle), ptx::pack_bf16x2(finite - high - middle, 0.0f), 0, 0);
 }
 
 template <class Config>
@@ -55,8 +66,8 @@ __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ B
   for (int distance = kLanes / 2; distance > 0; distance /= 2)
     delta += __shfl_xor_sync(0xFFFFFFFFu, delta, distance);
   if (lane == 0) {
-    p.row_delta[flat] = delta;
-    p.row_lse[flat] = -lse2 / BwdParams::scale_log2(__ldg(p.softmax_scale));
+    store_row(p.row_delta, flat, delta);
+    store_row(p.row_lse, flat, -lse2 / BwdParams::scale_log2(__ldg(p.softmax_scale)));
   }
 }
 

@@ -18,11 +18,14 @@ struct BwdSmem {
   static constexpr int kQueries = kValues + Traits::kKeyBytes;
   static constexpr int kOutGrads = kQueries + kQStages * Traits::kQueryBytes;
   static constexpr int kScoreGrads = kOutGrads + kDoStages * Traits::kQueryBytes;
-  static constexpr int kStaging = kScoreGrads + 2 * Traits::kScoreGradBytes;
-  static constexpr int kRowLse = kStaging + Traits::kMathWarpgroups * Traits::kPieceBytes;
+  static constexpr int kStaging = kScoreGrads + Traits::kScoreGradBuffers * Traits::kScoreGradBytes;
+  static constexpr int kRowLse = kStaging + Traits::kStagingWarps * (kPieceWarpFloats * 4);
   static constexpr int kRowDelta = kRowLse + kQStages * Traits::kRowBytes;
-  static constexpr int kBarriers = kRowDelta + kDoStages * Traits::kRowBytes;
-  static constexpr int kNumBarriers = 2 + 2 * kQStages + 2 * kDoStages;
+  static constexpr int kOnes = kRowDelta + kDoStages * Traits::kRowBytes;
+  static constexpr int kOnesBytes = 256;
+  static constexpr int kBarriers = kOnes + kOnesBytes;
+  static constexpr int kNumBarriers =
+      2 + 2 * kQStages + 2 * kDoStages + (Traits::kApart ? 2 * Traits::kScoreGradBuffers : 0);
   static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
   static constexpr int kAllocation = kBytes + 1024;  // room to align the base
 
@@ -36,7 +39,9 @@ struct BwdSmem {
   // The same tiles counted in 16 bytes from `base16` = base / 16, for wgmma descriptors.
   static constexpr int kKeys16 = kKeys / 16, kValues16 = kValues / 16, kQueries16 = kQueries / 16,
                        kOutGrads16 = kOutGrads / 16, kScoreGrads16 = kScoreGrads / 16,
-                       kQueryBytes16 = Traits::kQueryBytes / 16;
+                       kQueryBytes16 = Traits::kQueryBytes / 16, kRowLse16 = kRowLse / 16,
+                       kRowDelta16 = kRowDelta / 16, kRowBytes16 = Traits::kRowBytes / 16,
+                       kScoreGradBytes16 = Traits::kScoreGradBytes / 16, kOnes16 = kOnes / 16;
 
   __device__ __forceinline__ uint32_t keys() const { return base + kKeys; }
   __device__ __forceinline__ uint32_t values() const { return base + kValues; }
@@ -49,16 +54,19 @@ struct BwdSmem {
   __device__ __forceinline__ uint32_t score_grads(int buffer) const {
     return base + kScoreGrads + buffer * Traits::kScoreGradBytes;
   }
-  // 4 KiB of a math warp: its slice of a dQ piece, at the end its rows of dK and dV.
-  __device__ __forceinline__ uint32_t staging(int math_warp) const {
-    return base + kStaging + math_warp * (kPieceWarpFloats * 4);
+  // 4 KiB of a warp that makes dQ: its slice of a piece; without kApart at the end its rows of dK and dV.
+  __device__ __forceinline__ uint32_t staging(int warp) const {
+    return base + kStaging + warp * (kPieceWarpFloats * 4);
   }
+  // A stage of row numbers, each as three bfloat16; and their ones, 8 rows of 1 1 1 0 0 0 0 0, then
+  // 8 rows of zeros.
   __device__ __forceinline__ uint32_t row_lse(int stage) const {
     return base + kRowLse + stage * Traits::kRowBytes;
   }
   __device__ __forceinline__ uint32_t row_delta(int stage) const {
     return base + kRowDelta + stage * Traits::kRowBytes;
   }
+  __device__ __forceinline__ uint32_t ones() const { return base + kOnes; }
   __device__ __forceinline__ uint32_t k_full() const { return base + kBarriers; }
   __device__ __forceinline__ uint32_t v_full() const { return base + kBarriers + 8; }
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 + stage); }
@@ -70,6 +78,12 @@ struct BwdSmem {
   }
   __device__ __forceinline__ uint32_t do_empty(int stage) const {
     return barrier(2 + 2 * kQStages + kDoStages + stage);
+  }
+  __device__ __forceinline__ uint32_t ds_full(int buffer) const {
+    return barrier(2 + 2 * kQStages + 2 * kDoStages + buffer);
+  }
+  __device__ __forceinline__ uint32_t ds_empty(int buffer) const {
+    return barrier(2 + 2 * kQStages + 2 * kDoStages + Traits::kScoreGradBuffers + buffer);
   }
 
  private:

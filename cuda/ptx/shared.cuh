@@ -58,5 +58,12 @@ __device__ __forceinline__ void store_matrices_x4(uint32_t row_address, const ui
       "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3])
       : "memory");
 }
+// ldmatrix: the reverse of store_matrices_x4.
+__device__ __forceinline__ void load_matrices_x4(uint32_t (&registers)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(row_address)
+               : "memory");
+}
 
 }  // namespace jax_fa3::ptx

@@ -79,6 +79,13 @@ __device__ __forceinline__ uint64_t k_major_descriptor(uint32_t address) {
   return address | (uint64_t{1} << 16) | ((kAtomBytes >> 4) << 32) | (kSwizzle << 62);
 }
 
+// wgmma matrix descriptor of a K-major tile in blocks of 8 rows of 16 bytes, without swizzle:
+// kAlongK bytes from a block to the next along K, kAlongMn to the next 8 rows.
+template <int kAlongK, int kAlongMn>
+__device__ __forceinline__ uint64_t short_row_descriptor(uint32_t address) {
+  return address | (uint64_t{kAlongK >> 4} << 16) | (uint64_t{kAlongMn >> 4} << 32);
+}
+
 // wgmma matrix descriptor of an MN-major 16-bit tile: rows (along K) of 64 elements in 128-byte
 // swizzle; kChunkBytes lies between neighbouring 64-element chunks along MN. `address` is the
 // shared address / 16. Stepping along K by 16 rows adds 128.

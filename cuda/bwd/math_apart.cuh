@@ -1,0 +1,130 @@
+// The math role of the backward where a warpgroup of its own makes dQ: 64 keys, whose K and V stay
+// in registers as A operands. The two math warpgroups do not wait for one another.
+#pragma once
+
+#include "epilogue.cuh"
+#include "products.cuh"
+#include "scores.cuh"
+
+namespace jax_fa3 {
+
+// The order of a step is in the map of kernel.cuh.
+template <class Config>
+__device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const BwdSmem<Config>& smem,
+                                                    const int warpgroup) {
+  using Traits = BwdTraits<Config>;
+  using Product = BwdProducts<Config>;
+  using Smem = BwdSmem<Config>;
+  using Scores = BwdScores<Config>;
+  const BwdWalk<Config> walk(p);
+  const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
+
+  float acc_dv[Product::kKeyGrads], acc_dk[Product::kKeyGrads];
+#pragma unroll
+  for (int i = 0; i < Product::kKeyGrads; ++i) acc_dv[i] = acc_dk[i] = 0.0f;
+
+  if (walk.num_steps > 0) {
+    const float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
+    const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
+    const auto release = [&](uint32_t empty_barrier) {
+      if (thread % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
+    };
+    const auto q_stage = [](int i) { return i % Traits::kQStages; };
+    const auto do_stage = [](int i) { return i % Traits::kDoStages; };
+    const int full_from = Scores::full_from(p, walk, warpgroup);
+
+    uint32_t frag_v[Product::kOperand];
+    uint32_t frag_p[Product::kFrags], frag_ds[Product::kFrags];
+    ptx::mbarrier_wait(smem.k_full(), 0);
+    ptx::mbarrier_wait(smem.v_full(), 0);
+    Product::load_operand(frag_v, smem.values(), warpgroup);
+    ptx::pin(frag_v);
+
+    // dV and dK of step i, whose fragments are ready.
+    const auto issue_key_grads = [&](int i) {
+      const uint32_t base = base16();
+      const uint32_t out_grads = base + Smem::kOutGrads16 + do_stage(i) * Smem::kQueryBytes16;
+      const uint32_t queries = base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16;
+      Product::issue_key_grads(acc_dv, frag_p, Product::query_rows_descriptor(out_grads), true);
+      Product::issue_key_grads(acc_dk, frag_ds, Product::query_rows_descriptor(queries), true);
+      ptx::wgmma_commit();
+    };
+
+    BwdStep<Config> step(p, walk);
+    float acc_s[Product::kScores], acc_dp[Product::kScores];
+    const auto run_step = [&](int i, auto is_first) {
+      constexpr bool kFirst = decltype(is_first)::value;
+      ptx::mbarrier_wait(smem.q_full(q_stage(i)), i / Traits::kQStages & 1);
+      ptx::forget(acc_s);
+      ptx::wgmma_fence();
+      const uint32_t base = base16();
+      Product::issue_rows(
+          acc_s, Product::ones_descriptor(base + Smem::kOnes16),
+          Product::row_descriptor(base + Smem::kRowLse16 + q_stage(i) * Smem::kRowBytes16));
+      Product::issue_scores(
+          acc_s, Product::key_descriptor(base + Smem::kKeys16, warpgroup),
+          Product::query_descriptor(base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16));
+      ptx::wgmma_commit();
+      if constexpr (kFirst) {
+        ptx::wgmma_wait<0>();
+        ptx::pin(acc_s);
+      }
+      ptx::mbarrier_wait(smem.do_full(do_stage(i)), i / Traits::kDoStages & 1);
+      ptx::forget(acc_dp);
+      ptx::wgmma_fence();
+      Product::issue_rows(
+          acc_dp, Product::ones_descriptor(base + Smem::kOnes16),
+          Product::row_descriptor(base + Smem::kRowDelta16 + do_stage(i) * Smem::kRowBytes16));
+      Product::issue_scores_rs(
+          acc_dp, frag_v,
+          Product::query_descriptor(base + Smem::kOutGrads16 + do_stage(i) * Smem::kQueryBytes16));
+      ptx::wgmma_commit();
+      if constexpr (kFirst) {
+        ptx::wgmma_wait<1>();  // S
+      } else {
+        issue_key_grads(i - 1);
+        ptx::wgmma_wait<2>();  // S
+      }
+      ptx::pin(acc_s);
+#pragma unroll
+      for (int j = 0; j < Product::kScores; ++j) acc_s[j] = ptx::exp2_f32(acc_s[j] * scale_log2);
+      const int first_row = step.q_block * Traits::kBlockQ;
+      if (first_row < full_from) Scores::mask(acc_s, p, walk, warpgroup, thread, first_row);
+      ptx::pin(acc_s);
+      ptx::wgmma_wait<0>();
+      ptx::pin(acc_dp);
+      if constexpr (!kFirst) {
+        release(smem.q_empty(q_stage(i - 1)));
+        release(smem.do_empty(do_stage(i - 1)));
+      }
+#pragma unroll
+      for (int j = 0; j < Product::kFrags; ++j) {
+        frag_ds[j] = pack_16bit<Traits::kIsBf16>(acc_s[2 * j] * acc_dp[2 * j],
+                                                 acc_s[2 * j + 1] * acc_dp[2 * j + 1]);
+        frag_p[j] = pack_16bit<Traits::kIsBf16>(acc_s[2 * j], acc_s[2 * j + 1]);
+      }
+      ptx::pin(frag_ds);
+      ptx::pin(frag_p);
+      constexpr int kBuffers = Traits::kScoreGradBuffers;
+      ptx::mbarrier_wait(smem.ds_empty(i % kBuffers), ~(i / kBuffers) & 1);
+      Scores::store_grads(smem.score_grads(i % kBuffers), frag_ds, warpgroup, thread);
+      ptx::fence_async_proxy();
+      __syncwarp();
+      release(smem.ds_full(i % kBuffers));
+      step.advance(walk);
+    };
+    run_step(0, std::true_type{});
+    for (int i = 1; i < walk.num_steps; ++i) run_step(i, std::false_type{});
+    ptx::wgmma_fence();
+    issue_key_grads(walk.num_steps - 1);
+    ptx::wgmma_wait<0>();
+    ptx::pin(acc_dv);
+    ptx::pin(acc_dk);
+  }
+
+  // The warp's own rows of V, which only it has read.
+  const uint32_t staging = smem.values() + (warpgroup * 4 + thread / 32) * 16 * 128;
+  store_key_grads(p, walk, warpgroup, acc_dk, acc_dv, staging);
+}
+
+}  // namespace jax_fa3

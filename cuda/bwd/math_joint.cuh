@@ -1,0 +1,173 @@
+// The math role where the two warpgroups share dS: one warpgroup and its 64 keys, and a piece of dQ.
+#pragma once
+
+#include "epilogue.cuh"
+#include "load.cuh"
+#include "query_grads.cuh"
+#include "scores.cuh"
+
+namespace jax_fa3 {
+
+// The order of a step is in the map of kernel.cuh.
+template <class Config>
+__device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<Config>& smem,
+                                              const int warpgroup) {
+  using Traits = BwdTraits<Config>;
+  using Product = BwdProducts<Config>;
+  using Scores = BwdScores<Config>;
+  using ScoreAcc = typename Scores::Acc;
+  constexpr int kMathBarrier = 1, kMathThreads = Traits::kMathWarpgroups * 128;
+  const BwdWalk<Config> walk(p);
+  const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
+  const uint32_t staging = smem.staging(warpgroup * 4 + thread / 32);
+
+  float acc_dv[Product::kKeyGrads], acc_dk[Product::kKeyGrads];
+  using Piece = float[Product::kPiece];
+  uint32_t frag_ds[Product::kFrags];
+#pragma unroll
+  for (int i = 0; i < Product::kKeyGrads; ++i) acc_dv[i] = acc_dk[i] = 0.0f;
+
+  const float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
+  const auto release = [&](uint32_t empty_barrier) {
+    if (thread % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
+  };
+
+  if (walk.num_steps > 0) {
+    using Smem = BwdSmem<Config>;
+    // Descriptors are built where they are used, from one register.
+    const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
+    const int full_from = Scores::full_from(p, walk, warpgroup);
+    BwdStep<Config> step(p, walk);
+    BwdStep<Config> last = step;
+    const auto add_last_query_grads = [&] {
+      add_query_grads(p, walk, last, Product::piece_rows(warpgroup),
+                      Product::piece_chunk(warpgroup), staging);
+    };
+    const auto q_stage = [](int i) { return i % Traits::kQStages; };
+    const auto do_stage = [](int i) { return i % Traits::kDoStages; };
+    const auto issue_scores = [&](ScoreAcc& acc_s, int i) {
+      ptx::forget(acc_s);
+      ptx::wgmma_fence();
+      const uint32_t base = base16();
+      Product::issue_rows(
+          acc_s, Product::ones_descriptor(base + Smem::kOnes16),
+          Product::row_descriptor(base + Smem::kRowLse16 + q_stage(i) * Smem::kRowBytes16));
+      Product::issue_scores(
+          acc_s, Product::key_descriptor(base + Smem::kKeys16, warpgroup),
+          Product::query_descriptor(base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16));
+      ptx::wgmma_commit();
+    };
+    // Scores to frag_ds of step i, with dP and dV on the way.
+    const auto make_score_grads = [&](ScoreAcc& acc_s, Piece& acc_dq, int i, auto is_first) {
+      constexpr bool kFirst = decltype(is_first)::value;
+      if constexpr (kFirst) {
+        ptx::wgmma_wait<0>();
+      } else {
+        ptx::wgmma_wait<2>();  // S of this step; dQ and dK of the last run on
+      }
+      ptx::pin(acc_s);
+#pragma unroll
+      for (int i = 0; i < Scores::kScores; ++i) acc_s[i] = ptx::exp2_f32(acc_s[i] * scale_log2);
+      const int first_row = step.q_block * Traits::kBlockQ;
+      if (first_row < full_from) Scores::mask(acc_s, p, walk, warpgroup, thread, first_row);
+      // NOTE: without the pin the compiler sinks the exponentials below the waits.
+      ptx::pin(acc_s);
+      if constexpr (!kFirst) {
+        ptx::wgmma_wait<1>();  // dQ of the last step
+        ptx::pin(acc_dq);
+        stage_query_grads(acc_dq, staging);
+      }
+      ptx::mbarrier_wait(smem.do_full(do_stage(i)), i / Traits::kDoStages & 1);
+      ScoreAcc acc_dp;
+      ptx::forget(acc_dp);
+      ptx::wgmma_fence();
+      const uint32_t base = base16();
+      Product::issue_rows(
+          acc_dp, Product::ones_descriptor(base + Smem::kOnes16),
+          Product::row_descriptor(base + Smem::kRowDelta16 + do_stage(i) * Smem::kRowBytes16));
+      const uint32_t out_grads = base + Smem::kOutGrads16 + do_stage(i) * Smem::kQueryBytes16;
+      Product::issue_scores(acc_dp, Product::key_descriptor(base + Smem::kValues16, warpgroup),
+                            Product::query_descriptor(out_grads));
+      ptx::wgmma_commit();
+      if constexpr (!kFirst) {
+        add_last_query_grads();
+        ptx::wgmma_wait<1>();  // dK of the last step
+        release(smem.q_empty(q_stage(i - 1)));
+      }
+      uint32_t frag_p[Product::kFrags];
+#pragma unroll
+      for (int i = 0; i < Product::kFrags; ++i)
+        frag_p[i] = pack_16bit<Traits::kIsBf16>(acc_s[2 * i], acc_s[2 * i + 1]);
+      ptx::pin(frag_p);
+      ptx::wgmma_fence();
+      Product::issue_key_grads(acc_dv, frag_p, Product::query_rows_descriptor(out_grads), !kFirst);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();  // dP
+      ptx::pin(acc_dp);
+#pragma unroll
+      for (int i = 0; i < Product::kFrags; ++i)
+        frag_ds[i] = pack_16bit<Traits::kIsBf16>(acc_s[2 * i] * acc_dp[2 * i],
+                                                 acc_s[2 * i + 1] * acc_dp[2 * i + 1]);
+      ptx::pin(frag_ds);
+      last = step;
+      step.advance(walk);
+    };
+    const auto issue_grads = [&](Piece& acc_dq, int i) {
+      // Both halves of dS^T are written; and both warpgroups are done with the other buffer, whose
+      // dQ they have waited for.
+      ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+      ptx::forget(acc_dq);
+      ptx::wgmma_fence();
+      const uint32_t base = base16();
+      Product::issue_query_grads(
+          acc_dq,
+          Product::score_grad_descriptor(
+              base + Smem::kScoreGrads16 + i % 2 * Smem::kScoreGradBytes16, warpgroup),
+          Product::key_rows_descriptor(base + Smem::kKeys16, warpgroup));
+      ptx::wgmma_commit();
+      const uint32_t queries = base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16;
+      Product::issue_key_grads(acc_dk, frag_ds, Product::query_rows_descriptor(queries), i > 0);
+      ptx::wgmma_commit();
+    };
+
+    // What follows dS of step i: its way to shared memory and the start of the next scores, while
+    // dV runs.
+    const auto finish_step = [&](ScoreAcc& acc_s, int i) {
+      Scores::store_grads(smem.score_grads(i % 2), frag_ds, warpgroup, thread);
+      ptx::fence_async_proxy();
+      if (i + 1 < walk.num_steps)
+        ptx::mbarrier_wait(smem.q_full(q_stage(i + 1)), (i + 1) / Traits::kQStages & 1);
+      ptx::wgmma_wait<0>();  // dV
+      release(smem.do_empty(do_stage(i)));
+    };
+
+    ptx::mbarrier_wait(smem.k_full(), 0);
+    ptx::mbarrier_wait(smem.v_full(), 0);
+    ScoreAcc acc_s;
+    Piece acc_dq;
+    ptx::mbarrier_wait(smem.q_full(0), 0);
+    issue_scores(acc_s, 0);
+    make_score_grads(acc_s, acc_dq, 0, std::true_type{});
+    finish_step(acc_s, 0);
+    for (int i = 1; i < walk.num_steps; ++i) {
+      issue_scores(acc_s, i);
+      issue_grads(acc_dq, i - 1);
+      make_score_grads(acc_s, acc_dq, i, std::false_type{});
+      finish_step(acc_s, i);
+    }
+    issue_grads(acc_dq, walk.num_steps - 1);
+    ptx::wgmma_wait<1>();
+    ptx::pin(acc_dq);
+    stage_query_grads(acc_dq, staging);
+    add_last_query_grads();
+    ptx::wgmma_wait<0>();
+    ptx::pin(acc_dv);
+    ptx::pin(acc_dk);
+    if (thread % 32 == 0) ptx::bulk_wait_read();
+    __syncwarp();
+  }
+
+  store_key_grads(p, walk, warpgroup, acc_dk, acc_dv, staging);
+}
+
+}  // namespace jax_fa3
