@@ -23,8 +23,7 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   const int64_t batch = q_dims[0], seqlen_q = q_dims[1], num_heads_q = q_dims[2],
                 head_dim = q_dims[3], seqlen_k = k_dims[1], num_heads_kv = k_dims[2];
   check.sizes(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv);
-  check.require(head_dim == 64 || head_dim == 128,
-                "head_dim must be 64 or 128; got " + std::to_string(head_dim) + ".");
+  check.head_dim(head_dim);
   check.hopper();
   const int64_t rows = round_up(seqlen_q, kBwdRowPad);
   check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
@@ -38,9 +37,10 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   check.shape("dk", *dk, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("dv", *dv, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("scale_grads", *scale_grads, {batch, num_heads_q, rows / kPieceRows});
-  check.shape("row_lse", *row_lse, {batch, num_heads_q, rows, kBwdRowWords});
-  check.shape("row_delta", *row_delta, {batch, num_heads_q, rows, kBwdRowWords});
-  check.shape("dq_acc", *dq_acc, {batch, num_heads_q, rows, head_dim});
+  const int64_t row_words = bwd_row_words(static_cast<int>(head_dim));
+  check.shape("row_lse", *row_lse, {batch, num_heads_q, rows, row_words});
+  check.shape("row_delta", *row_delta, {batch, num_heads_q, rows, row_words});
+  check.shape("dq_acc", *dq_acc, {batch, num_heads_q, head_dim == 256 ? 0 : rows, head_dim});
   const ElementKind element = check.kind("q", q.element_type(), false, true);
   check.same_type("k", k.element_type(), "q", q.element_type());
   check.same_type("v", v.element_type(), "q", q.element_type());
@@ -94,9 +94,10 @@ XLA_FFI_DEFINE_HANDLER(
         .Ret<ffi::AnyBuffer>()  // dk             like k
         .Ret<ffi::AnyBuffer>()  // dv             like k
         .Ret<F32>()             // scale_grads    [batch, num_heads_q, rows / 64]
-        .Ret<F32>()             // row_lse        [batch, num_heads_q, rows, 4]         workspace
-        .Ret<F32>()             // row_delta      [batch, num_heads_q, rows, 4]         workspace
-        .Ret<F32>()             // dq_acc         [batch, num_heads_q, rows, head_dim]  workspace
+        .Ret<F32>()             // row_lse        [batch, num_heads_q, rows, 4 or 1]    workspace
+        .Ret<F32>()             // row_delta      like row_lse                          workspace
+        .Ret<F32>()             // dq_acc         [batch, num_heads_q, rows, head_dim]  workspace,
+                                //                no rows for head_dim 256
         .Attr<bool>("is_causal")
         .Attr<bool>("bottom_right")
         .Attr<bool>("wants_scale_grads"),

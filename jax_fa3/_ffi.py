@@ -40,7 +40,6 @@ _PAD_K: Final = 128
 # covers 64.
 _PAD_BWD: Final = 128
 _ROWS_PER_PART: Final = 64
-_ROW_WORDS: Final = 4  # of every query row in the two workspaces of its numbers
 # Keys per partial of the channel statistics; one slot more holds their total.
 _KEYS_PER_CHUNK: Final = 512
 # Scratch of the forward kernels: the counter from which CTAs take their tiles.
@@ -302,6 +301,8 @@ def bwd(
     """
     batch, seqlen_q, num_heads_q, head_dim = query.shape
     rows = _round_up(seqlen_q, _PAD_BWD)
+    # The kernels of head_dim 256 add up dquery in registers, and take one word for a row's number.
+    sum_rows, row_words = (0, 1) if head_dim == 256 else (rows, 4)
     dquery, dkey, dvalue, scale_grads, *_ = _call(
         TARGET_BWD,
         [
@@ -309,9 +310,9 @@ def bwd(
             (key.shape, key.dtype),
             (value.shape, value.dtype),
             ((batch, num_heads_q, rows // _ROWS_PER_PART), jnp.float32),
-            ((batch, num_heads_q, rows, _ROW_WORDS), jnp.float32),  # workspaces, dropped
-            ((batch, num_heads_q, rows, _ROW_WORDS), jnp.float32),
-            ((batch, num_heads_q, rows, head_dim), jnp.float32),
+            ((batch, num_heads_q, rows, row_words), jnp.float32),  # workspaces, dropped
+            ((batch, num_heads_q, rows, row_words), jnp.float32),
+            ((batch, num_heads_q, sum_rows, head_dim), jnp.float32),
         ],
         (query, key, value, out, logsumexp, dout, dlogsumexp, softmax_scale),
         is_causal=bool(is_causal),

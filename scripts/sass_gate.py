@@ -48,6 +48,7 @@ class Rule:
 
 SPILLS = ("LDL", "STL")  # registers that went to local memory and back
 OLD_MMA = ("HMMA", "IMMA", "QMMA")  # the pre-Hopper tensor core path
+ATOMICS = ("UBLKRED", "RED", "ATOM", "ATOMG")  # additions in whatever order they arrive
 LOADS = ("UBLKCP", "UTMALDG")  # a bulk copy, with or without a tensor map
 
 # The first rule that matches a kernel counts; a kernel that none matches is a failure.
@@ -81,9 +82,16 @@ RULES = (
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
     ),
     Rule(
+        family="backward wide",  # promises a fixed order of additions
+        pattern=r"bwd_wide_(keys|queries)_kernel",
+        at_least=4,
+        required=(("HGMMA",), LOADS, ("USETMAXREG",), ("MUFU.EX2",)),
+        forbidden=(*SPILLS, *OLD_MMA, *ATOMICS, "QGMMA"),
+    ),
+    Rule(
         family="backward rows",  # what runs before and after it
         pattern=r"bwd_(rows|queries)_kernel",
-        at_least=8,
+        at_least=10,
         required=(),
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA", "HGMMA"),
     ),

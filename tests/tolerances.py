@@ -73,7 +73,13 @@ BACKWARD_BF16 = Limit(
     (8.7e-3, 0.0),
     "H200: P, dS and the result rounded to bfloat16; peaked rows cancel against the rounded out",
 )
-BACKWARD_F16 = Limit(1.2e-3, 0.0, (8.3e-4, 0.0), "H200: the same in float16")
+BACKWARD_F16 = Limit(
+    2.8e-3,
+    0.0,
+    (2.02e-3, 0.0),
+    "H200: the same in float16; the worst of five rows at head_dim 256, where float64 arithmetic "
+    "on the saved out errs as much. 8.3e-4 at 64 and 128",
+)
 BACKWARD_FP8 = Limit(
     3e-2,
     0.0,

@@ -17,7 +17,8 @@ namespace jax_fa3 {
 //   kQStages, kDoStages  depth of the rings of Q and dO
 //   kScoreGradBuffers    tiles of dS^T
 //   kApart      a warpgroup of its own makes dQ; V stays in the registers of the math warpgroups
-// A CTA owns 128 keys, 64 for each of its two math warpgroups.
+// A CTA owns 128 keys, 64 for each of its two math warpgroups. Head_dim 256 goes another way: see
+// wide_keys.cuh and wide_queries.cuh.
 template <class ElementType>
 struct BwdD64 {
   using Element = ElementType;
@@ -32,6 +33,12 @@ struct BwdD128 {
   static constexpr int kHeadDim = 128, kBlockQ = 64, kQStages = 3, kDoStages = 2;
   static constexpr int kScoreGradBuffers = 2;
   static constexpr bool kApart = false;
+};
+
+template <class ElementType>
+struct BwdD256 {
+  using Element = ElementType;
+  static constexpr int kHeadDim = 256;
 };
 
 // ---- what follows from a config -----------------------------------------------------------------
@@ -57,7 +64,7 @@ struct BwdTraits {
   static constexpr int kKeyChunkBytes = kBlockKv * 128;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
   static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;
-  static constexpr int kRowBytes = kBlockQ * 4 * kBwdRowWords;  // the numbers of a step's rows
+  static constexpr int kRowBytes = kBlockQ * 4 * bwd_row_words(kHeadDim);  // a step's row numbers
   static constexpr int kScoreGradBytes = kBlockKv * kBlockQ * 2;
   static constexpr int kPieceBytes = kPieceFloats * 4;
 
@@ -68,8 +75,32 @@ struct BwdTraits {
                 "the Q ring has 2 to 4 stages, the dO ring 1 to 4");
 };
 
-// Starts the kernels of one config; launch.cuh defines it, instantiations/ compiles it.
+// Head_dim 256: every operand is cut into tiles of 64 rows and all columns.
+template <class ElementType>
+struct BwdTraits<BwdD256<ElementType>> {
+  using Element = ElementType;
+  static constexpr bool kIsBf16 = std::is_same_v<Element, ptx::Bf16>;
+  static constexpr int kHeadDim = 256;
+  static constexpr int kBlockQ = 64, kBlockKv = 64;  // of the kernel for dK and dV
+  static constexpr int kQueryTiles = 2;              // of a CTA of the kernel for dQ
+  static constexpr int kMathWarpgroups = 2;
+  static constexpr int kMathWarps = 4 * kMathWarpgroups;
+  static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
+  static constexpr int kLoadRegisters = 24, kMathRegisters = 240;
+
+  static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
+  static constexpr int kChunkBytes = 64 * 128;
+  static constexpr int kTileBytes = kChunks * kChunkBytes;
+  static constexpr int kRowBytes = 64 * 4 * bwd_row_words(kHeadDim);  // a tile's row numbers
+
+  static_assert(kBwdRowPad % (64 * kQueryTiles) == 0, "the workspaces hold whole q tiles");
+};
+
+// Starts the kernels of one config: launch.cuh defines it for head_dim 64 and 128, wide_launch.cuh
+// the other one for 256; instantiations/ compiles them.
 template <class Config>
 cudaError_t launch_bwd(BwdParams params, cudaStream_t stream);
+template <class Config>
+cudaError_t launch_bwd_wide(BwdParams params, cudaStream_t stream);
 
 }  // namespace jax_fa3

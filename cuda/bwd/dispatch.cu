@@ -12,6 +12,8 @@ cudaError_t launch_element(const BwdParams& params, int head_dim, cudaStream_t s
       return launch_bwd<BwdD64<Element>>(params, stream);
     case 128:
       return launch_bwd<BwdD128<Element>>(params, stream);
+    case 256:
+      return launch_bwd_wide<BwdD256<Element>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }

@@ -78,8 +78,8 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     ptx::mbarrier_arrive_expect_bytes(q_full, Traits::kQueryBytes + Traits::kRowBytes);
     boxes(smem.queries(q_write.stage), &p.q_map, Traits::kQueryChunkBytes, step.q_head, first_row,
           q_full);
-    ptx::copy_bulk(smem.row_lse(q_write.stage), p.row_lse + row * kBwdRowWords, Traits::kRowBytes,
-                   q_full);
+    ptx::copy_bulk(smem.row_lse(q_write.stage), p.row_lse + row * bwd_row_words(Traits::kHeadDim),
+                   Traits::kRowBytes, q_full);
     if (i == 0) {
       ptx::mbarrier_arrive_expect_bytes(smem.v_full(), Traits::kKeyBytes);
       boxes(smem.values(), &p.v_map, Traits::kKeyChunkBytes, walk.kv_head, walk.first_key,
@@ -89,8 +89,8 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     ptx::mbarrier_arrive_expect_bytes(do_full, Traits::kQueryBytes + Traits::kRowBytes);
     boxes(smem.out_grads(do_write.stage), &p.dout_map, Traits::kQueryChunkBytes, step.q_head,
           first_row, do_full);
-    ptx::copy_bulk(smem.row_delta(do_write.stage), p.row_delta + row * kBwdRowWords,
-                   Traits::kRowBytes, do_full);
+    ptx::copy_bulk(smem.row_delta(do_write.stage),
+                   p.row_delta + row * bwd_row_words(Traits::kHeadDim), Traits::kRowBytes, do_full);
     q_write.advance();
     do_write.advance();
     step.advance(walk);

@@ -20,8 +20,8 @@ inline constexpr int kBwdRowPad = 128;
 inline constexpr int kPieceRows = 64, kPieceFloats = 64 * 64, kPieceWarpFloats = 16 * 64;
 
 // 32-bit words of a query row in row_lse and row_delta: three bfloat16 that sum to its number and five
-// zeros, the operand of a product with ones.
-inline constexpr int kBwdRowWords = 4;
+// zeros, the operand of a product with ones. Head_dim 256 has no room for that: there it is the number.
+FA3_HOST_DEVICE constexpr int bwd_row_words(int head_dim) { return head_dim == 256 ? 1 : 4; }
 
 struct BwdParams {
   int batch;
@@ -47,9 +47,10 @@ struct BwdParams {
   void* dv;  // like k
   float*
       scale_grads;  // [batch, num_heads_q, rows / 64]: parts of the gradient of softmax_scale, or 0
-  float* row_lse;   // workspace [batch, num_heads_q, rows, 4]: what S starts from, see rows.cuh
+  float* row_lse;   // workspace [batch, num_heads_q, rows, bwd_row_words]: what S starts from
   float* row_delta;  // workspace, like row_lse: what dP starts from
-  float* dq_acc;     // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces
+  float* dq_acc;     // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces, not for
+                     // head_dim 256
 
   // Filled by the launch.
   TileOrder order;  // of key blocks and kv heads

@@ -12,6 +12,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "../ptx/mbarrier.cuh"
 #include "epilogue.cuh"
 
 namespace jax_fa3 {
@@ -24,14 +25,19 @@ __device__ __forceinline__ float2 unpack_16bit(uint32_t pair) {
     return __half22float2(*reinterpret_cast<__half2*>(&pair));
 }
 
-// The number of a row as three bfloat16 that sum to it. Infinity becomes a large number, since the
-// product multiplies by 0 too.
+// The number of a row; in four words as three bfloat16 that sum to it, where infinity becomes a large
+// number, since the product multiplies by 0 too.
+template <int kWords>
 __device__ __forceinline__ void store_row(float* rows, int64_t row, float value) {
-  const float finite = isnan(value) ? value : fmaxf(fminf(value, 0x1p+127f), -0x1p+127f);
-  const float high = __bfloat162float(__float2bfloat16_rn(finite));
-  const float middle = __bfloat162float(__float2bfloat16_rn(finite - high));
-  reinterpret_cast<uint4*>(rows)[row] = make_uint4(
-      ptx::pack_bf16x2(high, middle), ptx::pack_bf16x2(finite - high - middle, 0.0f), 0, 0);
+  if constexpr (kWords == 1) {
+    rows[row] = value;
+  } else {
+    const float finite = isnan(value) ? value : fmaxf(fminf(value, 0x1p+127f), -0x1p+127f);
+    const float high = __bfloat162float(__float2bfloat16_rn(finite));
+    const float middle = __bfloat162float(__float2bfloat16_rn(finite - high));
+    reinterpret_cast<uint4*>(rows)[row] = make_uint4(
+        ptx::pack_bf16x2(high, middle), ptx::pack_bf16x2(finite - high - middle, 0.0f), 0, 0);
+  }
 }
 
 template <class Config>
@@ -66,8 +72,9 @@ __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ B
   for (int distance = kLanes / 2; distance > 0; distance /= 2)
     delta += __shfl_xor_sync(0xFFFFFFFFu, delta, distance);
   if (lane == 0) {
-    store_row(p.row_delta, flat, delta);
-    store_row(p.row_lse, flat, -lse2 / BwdParams::scale_log2(__ldg(p.softmax_scale)));
+    constexpr int kWords = bwd_row_words(Traits::kHeadDim);
+    store_row<kWords>(p.row_delta, flat, delta);
+    store_row<kWords>(p.row_lse, flat, -lse2 / BwdParams::scale_log2(__ldg(p.softmax_scale)));
   }
 }
 

@@ -29,6 +29,7 @@ GOOD_OPCODES = {
         *("HGMMA.64x64x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC", "MUFU.EX2"),
         *("UBLKRED.G.S.ADD.F32.RN", "STSM.16.M88.4"),
     ],
+    "backward wide": ["HGMMA.64x256x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC", "MUFU.EX2"],
     "backward rows": ["LDG.E", "STG.E"],
     "quantize": ["LDG.E", "STG.E.U8"],
 }
@@ -38,6 +39,7 @@ SYMBOLS = {
     "linear": "_ZN7jax_fa310fwd_kernelINS_9FwdFp8D64INS_3ptx4E4m3ELNS_4Exp2E1EEEEEvv{}",
     "16-bit": "_ZN7jax_fa310fwd_kernelINS_8Fwd16D64INS_3ptx4Bf16EEEEEvv{}",
     "backward": "_ZN7jax_fa310bwd_kernelINS_6BwdD64INS_3ptx4Bf16EEEEEvv{}",
+    "backward wide": "_ZN7jax_fa320bwd_wide_keys_kernelINS_7BwdD256INS_3ptx4Bf16EEEEEvv{}",
     "backward rows": "_ZN7jax_fa315bwd_rows_kernelINS_6BwdD64INS_3ptx4Bf16EEEEEvv{}",
     "quantize": "_ZN7jax_fa314key_value_statsILi64EEEvNS_14QuantizeParamsE{}",
 }
@@ -60,7 +62,7 @@ def extension(changed=None, opcodes=None):
     """A whole good extension as SASS text; the first kernel of family `changed` gets `opcodes`."""
     text = []
     for family, symbol in SYMBOLS.items():
-        for i in range(8):
+        for i in range(10):
             bad = family == changed and i == 0
             text.append(listing(symbol.format(i), opcodes if bad else GOOD_OPCODES[family]))
     return "\n".join(text)
@@ -123,9 +125,12 @@ def test_forbidden_instruction_fails(family, opcode):
 
 @pytest.mark.parametrize(
     ("family", "opcode"),
-    [("exact", "HGMMA.64x64x16.F32"), ("linear", "HGMMA.64x64x16.F32"), ("16-bit", FP8[0])],
+    [
+        *(("exact", "HGMMA.64x64x16.F32"), ("linear", "HGMMA.64x64x16.F32"), ("16-bit", FP8[0])),
+        *(("backward wide", "UBLKRED.G.S.ADD.F32.RN"), ("backward wide", "RED.E.ADD.F32.FTZ.RN")),
+    ],
 )
-def test_wrong_precision_fails(family, opcode):
+def test_wrong_unit_fails(family, opcode):
     (failure,) = failures(extension(family, [*GOOD_OPCODES[family], opcode]))
     assert "wrong unit" in failure
 

@@ -1,0 +1,4 @@
+#include "../wide_launch.cuh"
+
+template cudaError_t jax_fa3::launch_bwd_wide<jax_fa3::BwdD256<jax_fa3::ptx::F16>>(
+    jax_fa3::BwdParams, cudaStream_t);
