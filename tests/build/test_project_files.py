@@ -30,13 +30,16 @@ def test_version_is_in_pyproject_only():
     assert [f.name for f in files if re.search(rf'["\s]{version}["\s]', f.read_text())] == []
 
 
-def test_ci_finds_the_readme_test_command():
-    """.ci/run takes its test command from README.md: the line that it looks for must be there."""
-    pattern = re.search(r"readme_pattern='(.+)'", (ROOT / ".ci/run").read_text())[1]
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("install_pattern", "pip install . && python -m jax_fa3"), ("test_pattern", "pytest ")],
+)
+def test_ci_finds_the_commands_of_the_readme(name, command):
+    """.ci/run takes them from README.md: one line each, as it looks for them."""
+    pattern = re.search(rf"{name}='(.+)'", (ROOT / ".ci/run").read_text())[1]
     python_pattern = pattern.replace(r"\(", "(").replace(r"\)", ")")
-    found = re.findall(python_pattern, (ROOT / "README.md").read_text(), flags=re.M)
-    assert len(found) == 1
-    assert found[0].startswith("pytest")
+    (found,) = re.findall(python_pattern, (ROOT / "README.md").read_text(), flags=re.M)
+    assert found.startswith(command)
 
 
 def pins(*extras):

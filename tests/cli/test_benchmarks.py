@@ -243,6 +243,8 @@ def gpu_check(*flags):
 def test_gpu_check_dry_run_writes_one_file(tmp_path):
     out = tmp_path / "check.json"
     flags = ["--dry-run", "--no-build", "--skip", "selfcheck,racecheck,synccheck,tests"]
+    flags += ["--grid", "--head-dims 64 --causal yes"]
+    flags += ["--errors", "--head-dims 64 --presets accurate --data normal"]
     done = gpu_check(*flags, "--out", str(out), "--logs", str(tmp_path / "logs"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip().endswith("gpu_check: ok")
@@ -255,7 +257,12 @@ def test_gpu_check_dry_run_writes_one_file(tmp_path):
     ]
     assert "15 calls, 0 wrong" in content["meta"]["phases"][3]["detail"]
     assert content["meta"]["command"].startswith("scripts/gpu_check.sh ")
-    assert {row["kind"] for row in content["rows"]} == {"fwd", "accuracy"}
+    timed = [row for row in content["rows"] if row["kind"] == "fwd"]
+    assert {(row["head_dim"], row["is_causal"]) for row in timed} == {(64, True)}
+    errors = [row for row in content["rows"] if row["kind"] == "accuracy"]
+    assert {(row["head_dim"], row["preset"], row["data"]) for row in errors} == {
+        (64, "accurate", "normal")
+    }
 
 
 def test_gpu_check_counts_a_timeout_as_failure(tmp_path):

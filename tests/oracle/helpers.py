@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,11 +35,15 @@ def operands_and_config(**arguments: Any) -> tuple[_shapes.Operands, _shapes.Con
     return _fold.fold_operands(query, key, value, **arrays), config
 
 
+@functools.cache
+def _in_blocks(config: _shapes.Config, block_sizes: tuple[int, int] | None) -> Callable[..., Any]:
+    return jax.jit(lambda x: _reference.attention(x, config, block_sizes=block_sizes))
+
+
 def in_blocks(block_sizes: tuple[int, int] | None, **arguments: Any) -> tuple[Array, Array]:
     """The reference with given block sizes."""
     operands, config = operands_and_config(**arguments)
-    run = jax.jit(lambda x: _reference.attention(x, config, block_sizes=block_sizes))
-    out, logsumexp = run(operands)
+    out, logsumexp = _in_blocks(config, block_sizes)(operands)
     return np.asarray(out), np.asarray(logsumexp)
 
 
@@ -59,18 +65,11 @@ def quantized(**arguments: Any) -> numpy_reference.Quantized:
     return numpy_reference.Quantized(*(np.asarray(x) for x in run(operands)))
 
 
-def gradients(
-    cotangents: tuple[Array, Array],
-    wanted: tuple[str, ...],
-    *,
-    block_sizes: Any = None,
-    **arguments: Any,
-) -> dict[str, Array]:
-    """Gradients of <out, c0> + <logsumexp, c1> (empty rows of logsumexp left out) by name."""
-    static = {name: x for name, x in arguments.items() if name not in _ARRAYS}
-    arrays = {name: jnp.asarray(x) for name, x in arguments.items() if name in _ARRAYS}
+@functools.cache
+def _gradients(block_sizes: Any, **static: Any) -> Callable[..., Any]:
+    """The program of `gradients` for these options, compiled once for every call of one shape."""
 
-    def loss(differentiable: dict[str, Any], others: dict[str, Any]) -> Any:
+    def loss(differentiable: dict[str, Any], others: dict[str, Any], cotangents: Any) -> Any:
         both = {**others, **differentiable}
         if block_sizes is None:
             main = [both.pop(n) for n in ("query", "key", "value")]
@@ -83,6 +82,19 @@ def gradients(
         finite = jnp.where(jnp.isneginf(logsumexp), 0.0, logsumexp)
         return jnp.sum(out.astype(jnp.float32) * cotangents[0]) + jnp.sum(finite * cotangents[1])
 
+    return jax.jit(jax.grad(loss))
+
+
+def gradients(
+    cotangents: tuple[Array, Array],
+    wanted: tuple[str, ...],
+    *,
+    block_sizes: Any = None,
+    **arguments: Any,
+) -> dict[str, Array]:
+    """Gradients of <out, c0> + <logsumexp, c1> (empty rows of logsumexp left out) by name."""
+    static = {name: x for name, x in arguments.items() if name not in _ARRAYS}
+    arrays = {name: jnp.asarray(x) for name, x in arguments.items() if name in _ARRAYS}
     differentiable = {name: arrays.pop(name) for name in wanted}
-    result = jax.jit(jax.grad(loss))(differentiable, arrays)
+    result = _gradients(block_sizes, **static)(differentiable, arrays, cotangents)
     return {name: np.asarray(x) for name, x in result.items()}
