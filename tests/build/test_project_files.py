@@ -213,12 +213,32 @@ def test_other_architecture_is_refused(configure):
 
 
 @needs_nvcc
-def test_python_without_jaxlib_is_named(configure, tmp_path):
+def test_missing_jaxlib_and_missing_ffi_headers_are_named(configure, tmp_path):
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     status, output = configure(f"Python_EXECUTABLE={python}", PATH=os.environ["PATH"])
     assert status == 1
     assert f"has the XLA FFI headers, was not found for {python}; install it" in output
+    (site_packages,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
+    include = site_packages / "jaxlib" / "include"
+    include.mkdir(parents=True)
+    (site_packages / "jaxlib" / "__init__.py").touch()
+    status, output = configure(f"Python_EXECUTABLE={python}", PATH=os.environ["PATH"])
+    assert status == 1
+    assert f"(xla/ffi/api/ffi.h) are not in {include}; install jaxlib again." in output
+
+
+@needs_nvcc
+def test_missing_python_headers_are_named(configure, tmp_path):
+    nowhere = tmp_path / "include"
+    status, output = configure(
+        f"Python_EXECUTABLE={sys.executable}",
+        f"Python_INCLUDE_DIR={nowhere}",
+        PATH=os.environ["PATH"],
+    )
+    assert status == 1
+    assert "(Python.h) were not found for" in output
+    assert "on Debian the package python3-dev." in output
 
 
 @needs_nvcc
