@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Builds the wheels of a release and tests each in a clean venv: one for Python 3.11, one (stable
-# ABI) for 3.12 and later. The kernels are compiled once, for both.
+# Builds a release and tests it: the sdist, from it one wheel for Python 3.11 and one (stable ABI) for
+# 3.12 and later, each tested in a clean venv. The kernels are compiled once, for both.
 #
 #   scripts/build_wheels.sh [--no-smoke] [FOLDER]      default: build/wheels
 #
-# FOLDER/dist then holds the wheels, FOLDER/venv-3.11 and FOLDER/venv-3.12 what they were tested in:
-# the oldest JAX that we support, and the newest. --no-smoke leaves out the tests after the
-# self-checks, for a caller that runs all of them there. Needs the tools of the `dev` extra on PATH,
-# Python 3.11 and 3.12, and g++; without nvcc the compiler comes from PyPI.
+# FOLDER/dist then holds sdist and wheels, FOLDER/venv-3.11 and FOLDER/venv-3.12 what the wheels were
+# tested in: the oldest JAX that we support, and the newest. --no-smoke leaves out the tests after
+# the self-checks, for a caller that runs all of them there. Needs the tools of the `dev` extra on
+# PATH, Python 3.11 and 3.12, and g++; without nvcc the compiler comes from PyPI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/find_python.sh
@@ -34,7 +34,7 @@ mkdir -p "$out"/{dist,raw}
 build_wheel() {
   local before=$SECONDS wheel
   JAX_FA3_CUDA=ON JAX_FA3_PTXAS_LOG_DIR=$out/ptxas \
-    uv build --quiet --wheel --python "$1" --out-dir "$out/raw" . \
+    uv build --quiet --wheel --python "$1" --out-dir "$out/raw" "$out"/dist/*.tar.gz \
     -C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON
   wheel=$(ls -t "$out"/raw/*.whl | head -n 1)
   auditwheel repair --wheel-dir "$out/dist" "$wheel"
@@ -42,6 +42,7 @@ build_wheel() {
 }
 times=
 SECONDS=0
+uv build --quiet --sdist --python "$python312" --out-dir "$out/dist" .
 JAX_FA3_KERNELS_OUTPUT=$out/kernels build_wheel "$python311"
 JAX_FA3_KERNELS_LIBRARY=$out/kernels/libjax_fa3_kernels.a build_wheel "$python312"
 total=$SECONDS
