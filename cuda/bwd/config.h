@@ -47,6 +47,7 @@ struct BwdTraits {
   using Element = typename Config::Element;
   static constexpr bool kIsBf16 = std::is_same_v<Element, ptx::Bf16>;
   static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr bool kSumsInMemory = true;  // dQ is added up in dq_acc
   static constexpr int kBlockQ = Config::kBlockQ;
   static constexpr int kQStages = Config::kQStages, kDoStages = Config::kDoStages;
   static constexpr int kScoreGradBuffers = Config::kScoreGradBuffers;
@@ -81,6 +82,7 @@ struct BwdTraits<BwdD256<ElementType>> {
   using Element = ElementType;
   static constexpr bool kIsBf16 = std::is_same_v<Element, ptx::Bf16>;
   static constexpr int kHeadDim = 256;
+  static constexpr bool kSumsInMemory = false;
   static constexpr int kBlockQ = 64, kBlockKv = 64;  // of the kernel for dK and dV
   static constexpr int kQueryTiles = 2;              // of a CTA of the kernel for dQ
   static constexpr int kMathWarpgroups = 2;

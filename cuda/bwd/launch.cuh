@@ -1,4 +1,4 @@
-// launch_bwd for one config: tensor maps, cleared workspace, three kernels.
+// launch_bwd for one config: tensor maps and three kernels.
 #pragma once
 
 #include <climits>
@@ -47,8 +47,6 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
       static_cast<int64_t>(params.order.num_q_blocks) * params.num_heads_kv * params.batch;
   constexpr int kRowsPerBlock = 128 * 8 / Traits::kHeadDim;
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
-  status = cudaMemsetAsync(params.dq_acc, 0, rows * Traits::kHeadDim * sizeof(float), stream);
-  if (status != cudaSuccess) return status;
   bwd_rows_kernel<Config><<<rows / kRowsPerBlock, 128, 0, stream>>>(params);
   bwd_kernel<Config><<<k_tiles, Traits::kThreads, BwdSmem<Config>::kAllocation, stream>>>(params);
   bwd_queries_kernel<Config><<<rows / kPieceRows, 128, 0, stream>>>(params);

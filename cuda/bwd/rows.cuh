@@ -3,7 +3,7 @@
 // bwd_rows_kernel      row_delta = dlogsumexp - sum(out * dout) and row_lse = -logsumexp / scale: with
 //                      them as the first values of their accumulators, dP comes out less delta and
 //                      S scaled is the log2 of P; as three bfloat16 that a product with ones adds
-//                      up. P is 0 for rows that see no key and for padding.
+//                      up. P is 0 for rows that see no key and for padding. Clears dq_acc.
 //                      A block has 4 warps; head_dim / 8 lanes share a row, 16 bytes each.
 // bwd_queries_kernel   dq = softmax_scale * dq_acc in 16 bits, and where asked for sum(q * dq_acc)
 //                      for the gradient of softmax_scale. A block makes the 64 rows of one head, a warp 16 of them.
@@ -50,6 +50,11 @@ __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ B
   const int row = static_cast<int>(flat % rows);  // rows is a multiple of kRowsHere: no remainder
   const int64_t head = flat / rows;
   const int64_t batch = head / p.num_heads_q;
+  if constexpr (Traits::kSumsInMemory) {
+    // 8 floats a thread: 32 bytes for the 16 of out, in whatever order.
+    float4* sums = reinterpret_cast<float4*>(p.dq_acc) + (flat * kLanes + lane) * 2;
+    sums[0] = sums[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
   float delta = 0.0f, lse2 = INFINITY;
   if (row < p.seqlen_q) {
     const int64_t position =
