@@ -1,4 +1,4 @@
-"""A few tiny shapes through every kernel, to be run under compute-sanitizer.
+"""A few tiny shapes through every kernel, forward and backward, to be run under compute-sanitizer.
 
 compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/sanitize_shapes.py
 
@@ -65,6 +65,12 @@ CALLS = (
     Call("native f16 top left", 205, 131, "f16", {**NATIVE, **TOP_LEFT}),
     Call("one key", 5, 1, "bf16", fp8()),
 )
+GRADIENTS = (
+    Call("native", 37, 53, "bf16", NATIVE),
+    Call("native causal", 133, 197, "bf16", {**NATIVE, **CAUSAL}),
+    Call("native f16 causal more queries", 205, 131, "f16", {**NATIVE, **CAUSAL}),
+    Call("exact causal", 133, 197, "bf16", {**fp8(), **CAUSAL}),
+)
 BATCH, HEADS_Q, HEADS_KV = 2, 4, 2
 
 
@@ -109,6 +115,41 @@ def run(call: Call, head_dim: int, implementation: str) -> float:
     return accuracy.errors(out, expected).rel_l2
 
 
+def run_gradient(call: Call, head_dim: int, implementation: str) -> float:
+    """Largest relative L2 error of the three gradients of one call against float64."""
+    problem = accuracy.Problem(
+        call.seqlen_q, call.seqlen_k, HEADS_Q, HEADS_KV, head_dim, batch=BATCH
+    )
+    arrays = accuracy.draw(problem, dtype=call.stored)
+    dout = np.flip(arrays[0], axis=1)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return jax_fa3.attention(q, k, v, implementation=implementation, **call.options)
+
+    found = jax.jit(lambda *x: jax.vjp(attend, *x[:3])[1](x[3]))(*arrays, dout)
+    expected = gradients(*arrays, dout, is_causal=call.options.get("is_causal", False))
+    return max(accuracy.errors(x, y).rel_l2 for x, y in zip(found, expected, strict=True))
+
+
+def gradients(query: Any, key: Any, value: Any, dout: Any, *, is_causal: bool) -> list[Any]:
+    """dquery, dkey and dvalue in float64; rows that see nothing give none."""
+    q, k, v, do = (np.moveaxis(np.asarray(x, np.float64), 2, 1) for x in (query, key, value, dout))
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5
+    scores = q @ np.swapaxes(k, -1, -2) * scale
+    if is_causal:  # the last query sees all keys
+        rows, columns = np.indices(scores.shape[-2:])
+        scores[..., columns > rows + k.shape[2] - q.shape[2]] = -np.inf
+    top = scores.max(axis=-1, keepdims=True)
+    p = np.exp(scores - np.where(np.isfinite(top), top, 0))
+    p /= np.maximum(p.sum(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+    ds = p * (do @ np.swapaxes(v, -1, -2) - np.sum((p @ v) * do, axis=-1, keepdims=True)) * scale
+    per_query = [ds @ k, np.swapaxes(ds, -1, -2) @ q, np.swapaxes(p, -1, -2) @ do]
+    sums = [x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(axis=2) for x in per_query[1:]]
+    return [np.moveaxis(x, 1, 2) for x in (per_query[0], *sums)]
+
+
 def top_left(query: Any, key: Any, value: Any) -> Any:
     """Causal reference aligned top left: rows beyond the keys see all of them."""
     square = min(query.shape[1], key.shape[1])
@@ -123,14 +164,16 @@ def main() -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     flags = parser.parse_args()
     implementation = "xla" if flags.dry_run else "cuda"
+    work = [(call.name, call, run) for call in CALLS]
+    work += [(f"gradient of {call.name}", call, run_gradient) for call in GRADIENTS]
     failed = 0
     for head_dim in flags.head_dims:
-        for call in CALLS:
-            error = run(call, head_dim, implementation)
+        for name, call, function in work:
+            error = function(call, head_dim, implementation)
             good = error <= LIMIT
             failed += not good
-            print(f"{'ok' if good else 'WRONG'}  D{head_dim}  {call.name}: {error:.2e}", flush=True)
-    print(f"{len(CALLS) * len(flags.head_dims)} calls, {failed} wrong")
+            print(f"{'ok' if good else 'WRONG'}  D{head_dim}  {name}: {error:.2e}", flush=True)
+    print(f"{len(work) * len(flags.head_dims)} calls, {failed} wrong")
     return 1 if failed else 0
 
 
