@@ -20,10 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _attention, _compat, _option_checks, _ring, _shapes
+from jax_fa3 import _attention, _compat, _explain, _option_checks, _ring, _shapes
+from jax_fa3._images import Form
+from jax_fa3._local import Call
 from jax_fa3._option_checks import show
+from jax_fa3._parts import Float8, Local, Native, Part, Partial
 from jax_fa3._quantize import Quantization
-from jax_fa3._ring import Local, Partial, Shards
 
 _NAME = "context_parallel_attention"
 
@@ -73,12 +75,14 @@ def context_parallel_attention(
       NotImplementedError, RuntimeError: as `attention`, for the local call.
     Transformations: those of `attention`, inside or around shard_map, with its checks on or off.
       The backward pass of "ring" sends the shards around again, so its memory stays that of one
-      shard; it computes every partial result a second time, and adds up gradients in float32.
-      Forward-mode differentiation needs another strategy (and implementation="xla").
+      shard, and adds up gradients in float32. Forward-mode differentiation needs "ulysses", or
+      "all_gather" with precision="native", and implementation="xla". What travels as float8, and
+      the CUDA path, is differentiable once.
     Numerics: partial results are merged in float32; each was rounded to query's dtype once. With
-      precision="fp8" every local call quantises what it sees: scales and means are those of a
-      shard (of half a shard for zigzag), not of the whole sequence, so "ring" and "all_gather"
-      differ from `attention` within the error of FP8. "ulysses" sees whole sequences.
+      precision="fp8" each device quantises its shard once and sends it as float8, half the bytes of
+      16-bit inputs: scales and means are those of a shard (of half a shard for zigzag), not of the
+      whole sequence, so "ring" and "all_gather" differ from `attention` within the error of FP8.
+      "ulysses", and "all_gather" without is_causal, send the inputs and quantise whole sequences.
     Source: Ring Attention, arXiv:2310.01889; DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     for argument, x in {"query": query, "key": key, "value": value}.items():
@@ -91,7 +95,7 @@ def context_parallel_attention(
             )
     _option_checks.check_choice(_NAME, "strategy", strategy, ("ring", "all_gather", "ulysses"))
     _option_checks.check_choice(_NAME, "layout", layout, ("contiguous", "zigzag"))
-    _shapes.check_attention(
+    config, plan = _explain.plan_of(
         _NAME,
         query,
         key,
@@ -134,13 +138,9 @@ def context_parallel_attention(
         )
         return out, logsumexp
 
-    def wide(*operands: jax.Array, is_causal: bool) -> Partial:
-        out, logsumexp = local(*operands, is_causal=is_causal)
-        return out.astype(jnp.float32), logsumexp  # for merging
-
     zigzag = bool(is_causal) and layout == "zigzag"
     operands = (query, key, value, softmax_scale)
-    if size == 1:
+    if size == 1 or 0 in (query.size, key.size):
         out, logsumexp = local(*operands, is_causal=is_causal)
     elif strategy == "ulysses":
         out, logsumexp = _ulysses(*operands, local, axis_name, size, is_causal, zigzag)
@@ -148,13 +148,24 @@ def context_parallel_attention(
         key, value = (jax.lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (key, value))
         out, logsumexp = local(query, key, value, softmax_scale, is_causal=False)
     else:
-        steps = _ring.Steps(wide, axis_name, size, bool(is_causal), zigzag)
-        if strategy == "ring":
-            out, logsumexp = _ring.ring(steps, *operands, index)
-        else:
-            shards = _gathered_shards(key, value, axis_name, size, index)
-            out, logsumexp = _ring.over(steps, *operands, index, shards)
+        names = ("query", "key", "value", "softmax_scale")
+        only_cuda, constant = implementation == "cuda", number is not None
+        call = Call(config, names, only_cuda, _NAME, constant, of_part=True)
+        part: Part = Native(local, call, plan.path)
+        if config.precision == "fp8":
+            rotated = _shapes.uses_hadamard(config, query, key)
+            form = Form(config, plan.path, only_cuda, _NAME, rotated)
+            seqlen_q, seqlen_k = (x.shape[1] // (1 + zigzag) for x in (query, key))
+            part = Float8(form, seqlen_q, seqlen_k, constant)
+        steps = _ring.Steps(
+            part, axis_name, size, bool(is_causal), zigzag, strategy == "all_gather"
+        )
+        if steps.gathered and config.precision == "native":
+            prepared = steps.prepare(*operands)
+            out, logsumexp = _ring.over(steps, *prepared, softmax_scale, index)
             out = out.astype(query.dtype)
+        else:
+            out, logsumexp = _ring.attend(steps, *operands, index)
     out = out.reshape(*leading, *out.shape[1:])
     logsumexp = logsumexp.reshape(*leading, *logsumexp.shape[1:])
     return (out, logsumexp) if return_logsumexp else out
@@ -188,19 +199,6 @@ def zigzag_unshard(x: Any, num_shards: int, *, axis: int = 1) -> jax.Array:
     """
     axis = _check_zigzag("zigzag_unshard", x, num_shards, axis)
     return _reorder(jnp.asarray(x), np.argsort(_zigzag_order(num_shards)), axis)
-
-
-def _gathered_shards(
-    key: jax.Array, value: jax.Array, axis_name: Any, size: int, index: jax.Array
-) -> Shards:
-    """What the ring would bring at each step, out of one gather."""
-    keys, values = (jax.lax.all_gather(x, axis_name) for x in (key, value))
-    for step in range(1, size):
-        source = (index - step) % size
-        yield (
-            jax.lax.dynamic_index_in_dim(keys, source, keepdims=False),
-            jax.lax.dynamic_index_in_dim(values, source, keepdims=False),
-        )
 
 
 def _ulysses(

@@ -34,8 +34,8 @@ TARGET_BWD: Final = "jax_fa3_bwd"
 TARGETS: Final = (TARGET_QUANTIZE, TARGET_DEQUANTIZE, TARGET_FWD_FP8, TARGET_FWD, TARGET_BWD)
 
 # Row granularity of the images: queries are padded to 64 rows, keys to whole granules of 128.
-_PAD_Q: Final = 64
-_PAD_K: Final = 128
+PAD_Q: Final = 64
+PAD_K: Final = 128
 # Query rows of the backward's workspaces are padded to 128; a part of the gradient of softmax_scale
 # covers 64.
 _PAD_BWD: Final = 128
@@ -147,9 +147,9 @@ def quantize_operands(
     """
     batch, seqlen_q, num_heads_q, head_dim = query.shape
     seqlen_k, num_heads_kv = key.shape[1:3]
-    rows = _round_up(seqlen_q, _PAD_Q)
-    keys = _round_up(seqlen_k, _PAD_K)
-    granules = keys // _PAD_K
+    rows = _round_up(seqlen_q, PAD_Q)
+    keys = _round_up(seqlen_k, PAD_K)
+    granules = keys // PAD_K
     chunks = -(-seqlen_k // _KEYS_PER_CHUNK) + 1
     q_lead, kv_lead = (batch, num_heads_q), (batch, num_heads_kv)
     results = [
@@ -158,7 +158,7 @@ def quantize_operands(
         ((*q_lead, rows), jnp.float32),
         ((*kv_lead, keys, head_dim), image_dtype),
         ((*kv_lead, granules), jnp.float32),
-        ((*kv_lead, granules, head_dim, _PAD_K), image_dtype),
+        ((*kv_lead, granules, head_dim, PAD_K), image_dtype),
         ((*kv_lead, head_dim), jnp.float32),
         ((*kv_lead, head_dim), jnp.float32),
         ((*kv_lead, chunks, 4, head_dim), jnp.float32),  # workspace, dropped

@@ -171,6 +171,12 @@ def finite_part(x: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.where(finite, wide, 0.0), ~jnp.all(finite, axis=-1)
 
 
+def key_mean(key: Any) -> jax.Array:
+    """What smoothing takes from [batch, seqlen_k, num_heads_kv, head_dim] keys without padding:
+    float32 [batch, num_heads_kv, head_dim]; non-finite numbers count as 0."""
+    return _mean(finite_part(key)[0], None)
+
+
 def hadamard(x: jax.Array) -> jax.Array:
     """Signs, then the unnormalised Sylvester transform of the last axis, lowest index bit first.
 

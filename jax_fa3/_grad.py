@@ -18,6 +18,7 @@ import numpy as np
 
 from jax_fa3 import _compat, _ffi, _fp8_grad, _local, _reference, _shapes
 from jax_fa3._local import Call
+from jax_fa3._merge import cotangents_of_part
 from jax_fa3._shapes import Config, Operands
 
 SERVED_HEAD_DIMS = (64, 128, 256)
@@ -26,7 +27,11 @@ _LN_2 = np.float32(math.log(2))
 
 
 class Results(NamedTuple):
-    """What the forward pass returned, and the cotangents of it."""
+    """What the forward pass returned, and the cotangents of it.
+
+    With `Call.of_part` these belong to attention over more keys than the operands hold. The kernels
+    need nothing else: probabilities come from the whole logsumexp, and so do their gradients.
+    """
 
     out: jax.Array  # [*batch, seqlen_q, num_heads_q, head_dim_v]
     logsumexp: jax.Array  # f32 [*batch, num_heads_q, seqlen_q]
@@ -81,27 +86,26 @@ def backward(operands: Operands, results: Results, call: Call) -> Arrays:
 
 # ---- the XLA path -------------------------------------------------------------------------------
 def _by_xla(arrays: Arrays, results: Results, call: Call) -> Arrays:
-    cotangents = {"dout": results.dout, "dlogsumexp": results.dlogsumexp}
-    return _vmapped_xla(arrays, cotangents, call)
+    return _vmapped_xla(arrays, results._asdict(), call)
 
 
-def _vmapped_xla(arrays: Arrays, cotangents: Arrays, call: Call) -> Arrays:
-    if cotangents["dout"].ndim == 4:
-        return _one_by_xla(arrays, cotangents, call)
-    every = {**arrays, **cotangents}
+def _vmapped_xla(arrays: Arrays, results: Arrays, call: Call) -> Arrays:
+    if results["dout"].ndim == 4:
+        return _one_by_xla(arrays, Results(**results), call)
+    every = {**arrays, **results}
     axes = {name: 0 if x.shape[0] != 1 else None for name, x in every.items()}
     squeezed = {name: x if axes[name] == 0 else x[0] for name, x in every.items()}
 
     def inner(values: Arrays) -> Arrays:
         own = {name: values[name] for name in arrays}
-        return _vmapped_xla(own, {name: values[name] for name in cotangents}, call)
+        return _vmapped_xla(own, {name: values[name] for name in results}, call)
 
     if all(axis is None for axis in axes.values()):
         return {name: g[None] for name, g in inner(squeezed).items()}
     return jax.vmap(inner, in_axes=(axes,))(squeezed)
 
 
-def _one_by_xla(arrays: Arrays, cotangents: Arrays, call: Call) -> Arrays:
+def _one_by_xla(arrays: Arrays, results: Results, call: Call) -> Arrays:
     def run(variables: Arrays) -> tuple[jax.Array, jax.Array]:
         merged = {**arrays, **variables}
         for name in _local.UNBATCHED:
@@ -111,8 +115,9 @@ def _one_by_xla(arrays: Arrays, cotangents: Arrays, call: Call) -> Arrays:
         return out, logsumexp
 
     wanted = {name: x for name, x in arrays.items() if call.wants_gradient(name, x)}
-    _, pull = jax.vjp(run, wanted)
-    (grads,) = pull((cotangents["dout"], cotangents["dlogsumexp"]))
+    own, pull = jax.vjp(run, wanted)
+    cotangents = results.dout, results.dlogsumexp
+    (grads,) = pull(cotangents_of_part(own, *results) if call.of_part else cotangents)
     return dict(grads)
 
 
@@ -203,17 +208,12 @@ def _fp8(
     seqlen_q, _, head_dim = query.shape[1:]
     images = _local.quantize(operands, config)
     quantised = _ffi.dequantize_operands(images, seqlen_q=seqlen_q, seqlen_k=key.shape[1])
-    # logits = ln 2 * quantised query @ quantised key^T + ln 2 * q_shift, in natural units.
-    shift = images.q_shift[:, :, :seqlen_q] * _LN_2
-    finite = jnp.isfinite(results.logsumexp)
-    logsumexp = jnp.where(finite, results.logsumexp - shift, results.logsumexp)
-    dquery, dkey, dvalue, _ = _ffi.bwd(
+    dquery, dkey, dvalue = by_quantised(
         *quantised,
-        *_results_in(jnp.bfloat16, results._replace(logsumexp=logsumexp)),
-        _LN_2 * jnp.ones((), jnp.float32),
+        images.q_shift[:, :, :seqlen_q],
+        results,
         is_causal=config.is_causal,
         bottom_right=config.causal_alignment == "bottom_right",
-        wants_scale=False,
     )
     mean = None
     if config.quantization.smooth_key:
@@ -224,7 +224,7 @@ def _fp8(
         softmax_scale=operands.softmax_scale,
         order=_ffi.rotated_order(head_dim) if _shapes.uses_hadamard(config, query, key) else None,
         key_mean=mean,
-        row_sums=jnp.where(finite, results.dlogsumexp, 0.0),
+        row_sums=jnp.where(jnp.isfinite(results.logsumexp), results.dlogsumexp, 0.0),
         query=None if call.constant_scale else query,
     )
     return (
@@ -233,3 +233,31 @@ def _fp8(
         dvalue.astype(value.dtype),
         jnp.zeros(query.shape[0], jnp.float32) if grads.dscale is None else grads.dscale,
     )
+
+
+def by_quantised(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    shift: jax.Array,
+    results: Results,
+    *,
+    is_causal: bool,
+    bottom_right: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of what `_ffi.dequantize_operands` returned; shift f32 [batch, num_heads_q,
+    seqlen_q] is each row's q_shift."""
+    # logits = ln 2 * quantised query @ quantised key^T + ln 2 * shift, in natural units.
+    finite = jnp.isfinite(results.logsumexp)
+    logsumexp = jnp.where(finite, results.logsumexp - shift * _LN_2, results.logsumexp)
+    dquery, dkey, dvalue, _ = _ffi.bwd(
+        query,
+        key,
+        value,
+        *_results_in(jnp.bfloat16, results._replace(logsumexp=logsumexp)),
+        _LN_2 * jnp.ones((), jnp.float32),
+        is_causal=is_causal,
+        bottom_right=bottom_right,
+        wants_scale=False,
+    )
+    return dquery, dkey, dvalue

@@ -53,6 +53,7 @@ class Call(NamedTuple):
       only_cuda: implementation="cuda": no XLA branch for other platforms.
       function: the public function, first word of every message.
       constant_scale: softmax_scale is a plain number, so that nobody asks for its gradient.
+      of_part: the keys are a part of those that gave the results which the backward pass is given.
     """
 
     config: Config
@@ -60,6 +61,7 @@ class Call(NamedTuple):
     only_cuda: bool
     function: str
     constant_scale: bool
+    of_part: bool = False
 
     def operands(self, arrays: Sequence[jax.Array]) -> Operands:
         """The operands from their arrays in the order of names."""

@@ -44,12 +44,38 @@ def merge_attention(outs: Sequence[Any], logsumexps: Sequence[Any]) -> tuple[jax
     shares = weights / safe_total
     out = jnp.zeros((), jnp.float32)
     for index, part in enumerate(outs):
-        share = jnp.swapaxes(shares[index], -1, -2)[..., None]
-        seen = jnp.swapaxes(present[index], -1, -2)[..., None]
-        clean = jnp.where(seen, jnp.asarray(part).astype(jnp.float32), 0.0)
-        out = out + share * clean
+        clean = jnp.where(_by_row(present[index]), jnp.asarray(part).astype(jnp.float32), 0.0)
+        out = out + _by_row(shares[index]) * clean
     logsumexp = jnp.where(empty, -jnp.inf, largest + jnp.log(safe_total))
     return out.astype(outs[0].dtype), logsumexp
+
+
+def cotangents_of_part(
+    part: tuple[jax.Array, jax.Array],
+    out: jax.Array,
+    logsumexp: jax.Array,
+    dout: jax.Array,
+    dlogsumexp: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of one part (out, logsumexp) from those of the whole result, as merging gives
+    them; of the part's dtypes.
+
+    out = sum of share * part_out with share = exp(part_lse - logsumexp), so that
+    d out / d part_lse = share * (part_out - out) and d logsumexp / d part_lse = share.
+    """
+    part_out, part_lse = part
+    out, dout = out.astype(jnp.float32), dout.astype(jnp.float32)
+    seen = ~jnp.isneginf(part_lse)
+    share = jnp.where(seen, jnp.exp(jnp.where(seen, part_lse - logsumexp, 0.0)), 0.0)
+    moved = jnp.swapaxes(jnp.sum(dout * (part_out.astype(jnp.float32) - out), axis=-1), -1, -2)
+    dpart_lse = jnp.where(seen, share * (moved + dlogsumexp), 0.0)
+    dpart_out = jnp.where(_by_row(seen), _by_row(share) * dout, 0.0)
+    return dpart_out.astype(part_out.dtype), dpart_lse
+
+
+def _by_row(x: jax.Array) -> jax.Array:
+    """[..., heads, seqlen] as [..., seqlen, heads, 1]."""
+    return jnp.swapaxes(x, -1, -2)[..., None]
 
 
 def _parts(argument: str, given: Any) -> tuple[Any, ...]:

@@ -72,6 +72,19 @@ def attention(
         effective = effective_operands(operands, config)
     else:
         effective = _native_operands(operands, dims)
+    return of_effective(effective, operands, config, block_sizes=block_sizes)
+
+
+def of_effective(
+    effective: EffectiveOperands,
+    operands: Operands,
+    config: Config,
+    *,
+    block_sizes: tuple[int, int] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`attention` of numbers that are dequantised already; of operands, query, key and value give
+    the sizes alone, and the rest counts as there."""
+    dims = dims_of(operands)
     block_q, block_kv = block_sizes or _choose_blocks(dims)
     num_q, num_kv = -(-dims.seqlen_q // block_q), -(-dims.seqlen_k // block_kv)
     rules = _masks.make_rules(operands, config, dims)

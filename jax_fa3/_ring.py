@@ -1,34 +1,45 @@
 """Attention over keys that come step by step, one shard of another device at each.
 
 Step 0 are the device's own keys, step s those of device index - s. `Steps` says what a step adds;
-`over` merges the steps and leaves the gradient to JAX, `ring` has a backward pass of its own.
+`over` merges the steps and leaves the gradient to JAX, `attend` has a backward pass of its own.
+
+A shard is sent on while the device attends to the one before it. XLA keeps one transfer in flight
+at a time, next to at least one call; so each zigzag step is two calls, and the second array of a
+shard (value) is tied to the end of the first.
 
 The ring's backward pass sends the shards around again, each with the gradient that the devices
-have added to it, and one more hop brings that home: memory stays that of one shard, and gradients
-of key and value are added up in float32. A step's partial result is computed again, because its
-share of the whole one, exp(its logsumexp - the whole logsumexp), depends on it.
+have added to it (one array of float32), and one more hop brings that home: memory stays that of one
+shard. No step's result is needed again: probabilities come from the whole logsumexp.
+
+Zigzag: rows and shards are in halves that lie one behind the other in the batch ("pieces"), every
+early half before every late one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jax_fa3 import _compat, _refusals, _vjp
+from jax_fa3._grad import Results
 from jax_fa3._merge import merge_attention
+from jax_fa3._parts import Gradients, Part, Partial, Tree
 
-Partial = tuple[jax.Array, jax.Array]  # out f32 [batch, rows, heads, head_dim_v], logsumexp
-# (query, key, value, softmax_scale, is_causal=...) on one device
-Local = Callable[..., Partial]
-Shards = Iterator[tuple[jax.Array, jax.Array]]  # key and value of other devices, step by step
+_T = TypeVar("_T")
 
 FORWARD_MODE = (
-    "context_parallel_attention: the ring is differentiable in reverse mode; got forward-mode "
-    'differentiation. Pass strategy="all_gather".'
+    "context_parallel_attention: shards that travel are differentiable in reverse mode; got "
+    'forward-mode differentiation. Pass strategy="ulysses", or precision="native" with '
+    'strategy="all_gather".'
+)
+SECOND_ORDER = (
+    "context_parallel_attention: quantised shards and the CUDA path are differentiable once; got "
+    'second-order differentiation. Pass implementation="xla" with precision="native" or '
+    'strategy="ulysses".'
 )
 
 
@@ -37,98 +48,189 @@ class Steps:
     """What the steps of one call compute.
 
     Attributes:
-      local: attention of one device's rows and one shard's keys.
+      part: attention of one device's rows and one shard's keys.
       axis_name, size: the mesh axis, and its number of devices.
       is_causal, zigzag: which blocks a row sees; see `context_parallel_attention`.
+      gathered: shards come by one gather instead of hop by hop.
     """
 
-    local: Local
+    part: Part
     axis_name: Any
     size: int
     is_causal: bool
     zigzag: bool
+    gathered: bool
 
-    def visible(self, step: int, index: jax.Array) -> jax.Array | None:
-        """Whether this device sees anything of the step's shard; None for always."""
-        if step == 0 or self.zigzag or not self.is_causal:
+    def prepare(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array
+    ) -> tuple[Tree, Tree]:
+        """(rows, shard) of [batch, seqlen, heads, head_dim] operands."""
+        if self.zigzag:
+            query, key, value = (_pieces(x, 1) for x in (query, key, value))
+        return self.part.prepare(query, key, value, scale)
+
+    def next(self, shard: Tree, tied: Tree, index: jax.Array, step: int, every: Tree) -> Tree:
+        """The step's shard: of `every` device's where they were gathered, else the one that the
+        device before held, whose second array is sent as `tied`."""
+        if every is not None:
+            at = (index - step) % self.size
+            return jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False), every
+            )
+        first, _, *rest = jax.tree.leaves(shard)
+        arrays = [first, jax.tree.leaves(tied)[1], *rest]
+        # Every array apart, since a permute takes one dtype.
+        sent = [self.hand_on(x) for x in arrays]
+        return jax.tree.unflatten(jax.tree.structure(shard), sent)
+
+    def every(self, shard: Tree) -> Tree:
+        """The shards of all devices, where they are gathered."""
+        if not self.gathered:
             return None
-        return index >= step  # else the ring wrapped around, to a later part of the sequence
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, self.axis_name), shard)
 
-    def part(
+    def hand_on(self, x: jax.Array) -> jax.Array:
+        """That of the device before."""
+        to_next = [(device, (device + 1) % self.size) for device in range(self.size)]
+        received: jax.Array = jax.lax.ppermute(x, self.axis_name, to_next)
+        return received
+
+    def hand_on_gradients(self, shard: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """`hand_on` of both gradients of a shard, in one permute."""
+        dkey, dvalue = shard
+        both = self.hand_on(jnp.concatenate([dkey, dvalue], axis=-1))
+        dkey, dvalue = jnp.split(both, [dkey.shape[-1]], axis=-1)
+        return dkey, dvalue
+
+    def home(self, of_steps: list[Tree], index: jax.Array) -> Tree:
+        """What all devices have for this one's shard, from what this one has for that of each
+        step."""
+
+        def one(*arrays: jax.Array) -> jax.Array:
+            by_device = (index - jnp.arange(self.size)) % self.size
+            ordered = jnp.take(jnp.stack(arrays), by_device, axis=0)
+            total: jax.Array = jax.lax.psum_scatter(ordered, self.axis_name)
+            return total
+
+        return jax.tree.map(one, *of_steps)
+
+    def first(self, rows: Tree, shard: Tree, scale: jax.Array) -> tuple[Partial, Tree]:
+        """The device's own keys. Also: the shard for what is to be sent after half of the work."""
+        own, own_lse = self.part.forward(rows, shard, scale, is_causal=self.is_causal, is_own=True)
+        if not self.zigzag:
+            return (own, own_lse), shard
+        shard, own_lse = jax.lax.optimization_barrier((shard, own_lse))
+        (_, late_rows), (early_shard, _) = _halves(rows), _halves(shard)
+        part = self.part.forward(late_rows, early_shard, scale, is_causal=False, is_own=False)
+        early, late = _halves((own, own_lse))
+        return _join(early, _merged(late, part)), shard
+
+    def add(
         self,
         step: int,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
+        state: Partial,
+        rows: Tree,
+        shard: Tree,
         scale: jax.Array,
         index: jax.Array,
-    ) -> Partial:
-        """The step's partial result for all rows, where it is visible."""
-        if step > 0 and self.zigzag:
-            return self._two_blocks(index >= step, query, key, value, scale)
-        return self.local(query, key, value, scale, is_causal=self.is_causal and step == 0)
+    ) -> tuple[Partial, Tree]:
+        """state, and what the step's shard adds to it; the shard as `first` returns it."""
 
-    def _two_blocks(
+        def seen(rows: Tree, shard: Tree) -> Partial:
+            return self.part.forward(rows, shard, scale, is_causal=False, is_own=False)
+
+        def plain(state: Partial, shard: Tree) -> Partial:
+            return _merged(state, seen(rows, shard))
+
+        if not self.is_causal:
+            return plain(state, shard), shard
+        from_earlier = index >= step  # else the ring wrapped around, to later parts of the sequence
+        if not self.zigzag:
+            kept: Partial = jax.lax.cond(from_earlier, plain, lambda s, _: s, state, shard)
+            return kept, shard
+        # (late, early) is always visible; then (early, early) or (late, late).
+        first, first_lse = seen(_halves(rows)[1], _halves(shard)[0])
+        shard, first_lse = jax.lax.optimization_barrier((shard, first_lse))
+        second, second_lse = seen(_either(from_earlier, rows), _either(from_earlier, shard))
+        early, late = _halves(state)
+        hidden = jnp.full_like(second_lse, -jnp.inf)
+        of_early = second, jnp.where(from_earlier, second_lse, hidden)
+        of_late = second, jnp.where(from_earlier, hidden, second_lse)
+        return _join(_merged(early, of_early), _merged(late, (first, first_lse), of_late)), shard
+
+    def first_gradients(
+        self, rows: Tree, shard: Tree, scale: jax.Array, whole: Results
+    ) -> Gradients:
+        """`first`, backwards."""
+        own = self.part.backward(rows, shard, scale, whole, is_causal=self.is_causal, is_own=True)
+        if not self.zigzag:
+            return own
+        (_, late_rows), (early_shard, _) = _halves(rows), _halves(shard)
+        late_whole = _halves(whole)[1]
+        more = self.part.backward(
+            late_rows, early_shard, scale, late_whole, is_causal=False, is_own=False
+        )
+        zeros = jax.tree.map(jnp.zeros_like, (more.rows, more.shard))
+        more = Gradients(_join(zeros[0], more.rows), _join(more.shard, zeros[1]), more.scale)
+        return _sum(own, more)
+
+    def add_gradients(
         self,
-        from_earlier: jax.Array,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
+        step: int,
+        own: Gradients,
+        rows: Tree,
+        shard: Tree,
         scale: jax.Array,
-    ) -> Partial:
-        """Both visible blocks of a zigzag step in one local call."""
-        early_query, late_query = halves(query, 1)
-        early_key, late_key = halves(key, 1)
-        early_value, late_value = halves(value, 1)
-        part, part_lse = self.local(
-            _join(late_query, jnp.where(from_earlier, early_query, late_query)),
-            _join(early_key, jnp.where(from_earlier, early_key, late_key)),
-            _join(early_value, jnp.where(from_earlier, early_value, late_value)),
-            scale,
-            is_causal=False,
+        whole: Results,
+        index: jax.Array,
+    ) -> Gradients:
+        """own, and what the step's shard adds to it."""
+
+        def plain(own: Gradients, shard: Tree) -> Gradients:
+            more = self.part.backward(rows, shard, scale, whole, is_causal=False, is_own=False)
+            return _sum(own, more)
+
+        if not self.is_causal:
+            return plain(own, shard)
+        from_earlier = index >= step
+        if not self.zigzag:
+            kept: Gradients = jax.lax.cond(from_earlier, plain, lambda g, _: g, own, shard)
+            return kept
+        (_, late_rows), (early_shard, _) = _halves(rows), _halves(shard)
+        first, second = (
+            self.part.backward(*operands, is_causal=False, is_own=False)
+            for operands in (
+                (late_rows, early_shard, scale, _halves(whole)[1]),
+                (
+                    _either(from_earlier, rows),
+                    _either(from_earlier, shard),
+                    scale,
+                    _either(from_earlier, whole),
+                ),
+            )
         )
-        # first: (late, early). second: (early, early) or (late, late); empty for the other rows.
-        (first, second), (first_lse, second_lse) = halves(part, 0), halves(part_lse, 0)
-        for_early = jnp.where(from_earlier, second_lse, -jnp.inf)
-        for_late = jnp.where(from_earlier, -jnp.inf, second_lse)
-        late, late_lse = merge_attention([first, second], [first_lse, for_late])
-        return (
-            jnp.concatenate([second, late], axis=1),
-            jnp.concatenate([for_early, late_lse], axis=2),
-        )
+
+        def where(tree: Tree, of_early: bool) -> Tree:
+            keep = from_earlier if of_early else ~from_earlier
+            return jax.tree.map(lambda x: jnp.where(keep, x, 0.0), tree)
+
+        of_rows = _join(where(second.rows, True), _sum(first.rows, where(second.rows, False)))
+        of_keys = _join(_sum(first.shard, where(second.shard, True)), where(second.shard, False))
+        return _sum(own, Gradients(of_rows, of_keys, _sum(first.scale, second.scale)))
 
 
-def over(
-    steps: Steps,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    scale: jax.Array,
-    index: jax.Array,
-    shards: Shards,
-) -> Partial:
-    """The own keys and those of all shards; out in float32."""
-    out, logsumexp = steps.part(0, query, key, value, scale, index)
-    for step, (other_key, other_value) in enumerate(shards, start=1):
-
-        def seen(state: Partial, key: jax.Array, value: jax.Array, step: int = step) -> Partial:
-            out, logsumexp = state
-            part, part_lse = steps.part(step, query, key, value, scale, index)
-            return merge_attention([out, part], [logsumexp, part_lse])
-
-        def unseen(state: Partial, key: jax.Array, value: jax.Array) -> Partial:
-            return state
-
-        visible = steps.visible(step, index)
-        state = (out, logsumexp)
-        if visible is None:
-            out, logsumexp = seen(state, other_key, other_value)
-        else:
-            out, logsumexp = jax.lax.cond(visible, seen, unseen, state, other_key, other_value)
-    return out, logsumexp
+def over(steps: Steps, rows: Tree, shard: Tree, scale: jax.Array, index: jax.Array) -> Partial:
+    """The own keys and those of all other devices; out in float32."""
+    state, tied = steps.first(rows, shard, scale)
+    every = steps.every(shard)
+    for step in range(1, steps.size):
+        shard = steps.next(shard, tied, index, step, every)
+        state, tied = steps.add(step, state, rows, shard, scale, index)
+    out, logsumexp = state
+    return (_whole(out, 1), _whole(logsumexp, 2)) if steps.zigzag else state
 
 
-def ring(
+def attend(
     steps: Steps,
     query: jax.Array,
     key: jax.Array,
@@ -136,25 +238,47 @@ def ring(
     scale: jax.Array,
     index: jax.Array,
 ) -> Partial:
-    """`over` shards that travel around the axis; out of query's dtype."""
+    """`over` with a backward pass that keeps one shard; out of query's dtype."""
+    dtypes = [x.dtype for x in (query, key, value, scale)]
+    once = _once if steps.part.first_order else _as_it_is
+
+    def forward(rows: Tree, shard: Tree, scale: jax.Array, index: jax.Array) -> Partial:
+        out, logsumexp = over(steps, rows, shard, scale, index)
+        return out.astype(dtypes[0]), logsumexp
+
+    def backward(
+        rows: Tree, shard: Tree, scale: jax.Array, index: jax.Array, *whole: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        results = Results(*whole)
+        if steps.zigzag:
+            results = Results(*(_pieces(x, 1 if x.ndim == 4 else 2) for x in results))
+        total = _add_gradients(steps, rows, shard, scale, index, results)
+        *grads, dscale = steps.part.finish(rows, scale, total, results)
+        if steps.zigzag:
+            grads = [_whole(x, 1) for x in grads]
+        return tuple(g.astype(t) for g, t in zip((*grads, dscale), dtypes, strict=True))
 
     @jax.custom_vjp
     def op(
         query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array, index: jax.Array
     ) -> Partial:
-        shards = _travelling(steps, key, value)
-        out, logsumexp = over(steps, query, key, value, scale, index, shards)
-        return out.astype(query.dtype), logsumexp
+        return forward(*steps.prepare(query, key, value, scale), scale, index)
 
     def fwd(*operands: jax.Array) -> tuple[Partial, Any]:
-        out, logsumexp = op(*operands)
+        scale, index = operands[3:]
+        rows, shard = once(steps.prepare)(*operands[:4])
+        if steps.part.first_order:
+            out, logsumexp = once(forward)(rows, shard, scale, index)
+        else:  # by op, so that gradients of results may be differentiated again
+            out, logsumexp = op(*operands)
         out = _compat.named_residual(out, _vjp.OUT_NAME)
         logsumexp = _compat.named_residual(logsumexp, _vjp.LOGSUMEXP_NAME)
-        return (out, logsumexp), (operands, out, logsumexp)
+        kept = steps.part.saved(rows), shard, scale, index
+        return (out, logsumexp), (kept, out, logsumexp)
 
     def bwd(saved: Any, cotangents: Partial) -> tuple[jax.Array | None, ...]:
-        operands, out, logsumexp = saved
-        return (*_backward(steps, operands, (out, logsumexp), cotangents), None)
+        kept, out, logsumexp = saved
+        return (*once(backward)(*kept, out, logsumexp, *cotangents), None)
 
     op.defvjp(fwd, bwd)
     guarded = [
@@ -165,87 +289,73 @@ def ring(
     return out, logsumexp
 
 
-def _backward(
-    steps: Steps, operands: tuple[jax.Array, ...], results: Partial, cotangents: Partial
-) -> tuple[jax.Array, ...]:
-    """Cotangents of query, key, value and scale, each in the operand's dtype."""
-    query, key, value, scale, index = operands
+def _add_gradients(
+    steps: Steps, rows: Tree, shard: Tree, scale: jax.Array, index: jax.Array, whole: Results
+) -> Gradients:
+    """What all steps add up, each shard's gradient back on its device."""
     # The barrier keeps XLA from taking the shards of the forward pass, which would have to stay.
-    (key, value), cotangents = jax.lax.optimization_barrier(((key, value), cotangents))
-    wide = [x.astype(jnp.float32) for x in (*results, *cotangents)]
-
-    def add(
-        own: tuple[jax.Array, ...], key: jax.Array, value: jax.Array, step: int
-    ) -> tuple[jax.Array, ...]:
-        """own (gradients of query, key, value, scale in float32) and what the step gives."""
-
-        def part(query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array) -> Partial:
-            return steps.part(step, query, key, value, scale, index)
-
-        partial, pull = jax.vjp(part, query, key, value, scale)
-        more = pull(_of_partial(partial, *wide))
-        return tuple(x + y.astype(jnp.float32) for x, y in zip(own, more, strict=True))
-
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (query, key, value, scale)]
-    *zeros, _ = _compat.mark_varying([*zeros, query])
-    dquery, dkey, dvalue, dscale = add(tuple(zeros), key, value, 0)
-    for step, (other_key, other_value) in enumerate(_travelling(steps, key, value), start=1):
-        dkey, dvalue = _hand_on(steps, dkey), _hand_on(steps, dvalue)
-        own: tuple[jax.Array, ...] = (dquery, dkey, dvalue, dscale)
-        visible = steps.visible(step, index)
-        if visible is None:
-            own = add(own, other_key, other_value, step)
+    shard, whole = jax.lax.optimization_barrier((shard, whole))
+    total = steps.first_gradients(rows, shard, scale, whole)
+    every = steps.every(shard)
+    of_steps = [total.shard]
+    for step in range(1, steps.size):
+        shard = steps.next(shard, shard, index, step, every)
+        if steps.gathered:
+            start = jax.tree.map(jnp.zeros_like, total.shard)
         else:
-            own = jax.lax.cond(
-                visible,
-                lambda own, key, value, step=step: add(own, key, value, step),
-                lambda own, key, value: own,
-                own,
-                other_key,
-                other_value,
-            )
-        dquery, dkey, dvalue, dscale = own
-    grads = (dquery, _hand_on(steps, dkey), _hand_on(steps, dvalue), dscale)
-    return tuple(g.astype(x.dtype) for g, x in zip(grads, operands[:4], strict=True))
+            start = steps.hand_on_gradients(total.shard)
+        total = total._replace(shard=start)
+        total = steps.add_gradients(step, total, rows, shard, scale, whole, index)
+        of_steps.append(total.shard)
+    if steps.gathered:
+        return total._replace(shard=steps.home(of_steps, index))
+    return total._replace(shard=steps.hand_on_gradients(total.shard))
 
 
-def _of_partial(
-    partial: Partial, out: jax.Array, logsumexp: jax.Array, dout: jax.Array, dlogsumexp: jax.Array
-) -> Partial:
-    """Cotangents of a partial result from those of the whole one, as merging it gives them.
-
-    out = sum of share * part_out with share = exp(part_lse - logsumexp), so that
-    d out / d part_lse = share * (part_out - out) and d logsumexp / d part_lse = share.
-    """
-    part_out, part_lse = partial
-    seen = ~jnp.isneginf(part_lse)
-    share = jnp.where(seen, jnp.exp(jnp.where(seen, part_lse - logsumexp, 0.0)), 0.0)
-    moved = jnp.swapaxes(jnp.sum(dout * (part_out - out), axis=-1), 1, 2)
-    dpart_lse = jnp.where(seen, share * (moved + dlogsumexp), 0.0)
-    dpart_out = jnp.where(
-        jnp.swapaxes(seen, 1, 2)[..., None], jnp.swapaxes(share, 1, 2)[..., None] * dout, 0.0
-    )
-    return dpart_out, dpart_lse
+def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return _vjp.first_order_only(fn, SECOND_ORDER)
 
 
-def _travelling(steps: Steps, key: jax.Array, value: jax.Array) -> Shards:
-    """Every device hands on what it holds; key and value apart, a permute takes one dtype."""
-    for _ in range(1, steps.size):
-        key, value = _hand_on(steps, key), _hand_on(steps, value)
-        yield key, value
+def _as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn
 
 
-def _hand_on(steps: Steps, x: jax.Array) -> jax.Array:
-    to_next = [(device, (device + 1) % steps.size) for device in range(steps.size)]
-    received: jax.Array = jax.lax.ppermute(x, steps.axis_name, to_next)
-    return received
+def _merged(*parts: Partial) -> Partial:
+    return merge_attention([out for out, _ in parts], [logsumexp for _, logsumexp in parts])
 
 
-def halves(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Both halves along an axis of even size."""
-    first, second = jnp.split(x, 2, axis=axis)
-    return first, second
+def _sum(a: _T, b: _T) -> _T:
+    total: _T = jax.tree.map(jnp.add, a, b)
+    return total
 
 
-def _join(first: jax.Array, second: jax.Array) -> jax.Array:
-    return jnp.concatenate([first, second], axis=0)
+def _either(is_early: jax.Array, tree: Tree) -> Tree:
+    """The early or the late half."""
+    early, late = _halves(tree)
+    return jax.tree.map(lambda a, b: jnp.where(is_early, a, b), early, late)
+
+
+def _halves(tree: _T) -> tuple[_T, _T]:
+    """The early and the late pieces."""
+    first = jax.tree.map(lambda x: x[: x.shape[0] // 2], tree)
+    return first, jax.tree.map(lambda x: x[x.shape[0] // 2 :], tree)
+
+
+def _join(early: _T, late: _T) -> _T:
+    """Inverse of `halves`."""
+    joined: _T = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), early, late)
+    return joined
+
+
+def _pieces(x: jax.Array, axis: int) -> jax.Array:
+    """Halves along axis as [2 batch, ...]."""
+    batch, size = x.shape[0], x.shape[axis]
+    x = x.reshape(*x.shape[:axis], 2, size // 2, *x.shape[axis + 1 :])
+    x = jnp.moveaxis(x, axis, 0)
+    return x.reshape(2 * batch, *x.shape[2:])
+
+
+def _whole(x: jax.Array, axis: int) -> jax.Array:
+    """Inverse of `_pieces`."""
+    x = jnp.moveaxis(x.reshape(2, -1, *x.shape[1:]), 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

@@ -49,8 +49,8 @@ def build(call: Call) -> Callable[..., Arrays]:
     with a leading 1) -> (out, logsumexp).
     """
     run_forward = _batching.forward(call)
-    forward_once = _first_order_only(run_forward, SECOND_ORDER.format(function=call.function))
-    backward_once = _first_order_only(
+    forward_once = first_order_only(run_forward, SECOND_ORDER.format(function=call.function))
+    backward_once = first_order_only(
         _batching.backward(call), SECOND_ORDER.format(function=call.function)
     )
 
@@ -83,7 +83,7 @@ def build(call: Call) -> Callable[..., Arrays]:
     return jax.jit(jax_fa3_attention)
 
 
-def _first_order_only(fn: Callable[..., Arrays], refusal: str) -> Callable[..., Arrays]:
+def first_order_only(fn: Callable[..., Arrays], refusal: str) -> Callable[..., Arrays]:
     """fn, with one sentence in place of JAX's message when it is differentiated."""
 
     @jax.custom_vjp

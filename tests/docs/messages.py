@@ -13,7 +13,7 @@ GAP = "…"
 # Functions whose returned strings say why no kernel runs or is built; messages are made of them.
 REASONS = {"_unserved", "missing_reason", "_load", "import_failure", "_missing_host", "reason"}
 # Functions that raise their last argument later, in a transformation or while lowering.
-DEFERRED = {"on_lowering", "reverse_mode_only", "_first_order_only"}
+DEFERRED = {"on_lowering", "reverse_mode_only", "first_order_only"}
 
 
 class Message(NamedTuple):
