@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import platform
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import pytest
 from rules.support import attend, inputs
 
 import jax_fa3
-from jax_fa3 import Quantization, _compat, _ffi
+from jax_fa3 import Quantization, _compat, _ffi, _install
 
 KERNELS = [
     {
@@ -232,7 +234,12 @@ class TestLoading:
         assert f"lacks the handlers {', '.join(_ffi.TARGETS[1:])}" in reason
         assert registered == []
 
-    def test_not_installed_and_not_loadable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_not_installed_and_not_loadable(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        # The package under test may hold an extension of another Python, which is named first.
+        said = functools.partial(_install.import_failure, folder=tmp_path)
+        monkeypatch.setattr(_install, "import_failure", said)
         absent = ModuleNotFoundError("No module", name="jax_fa3._ext")
         assert "not in this installation" in self.load(monkeypatch, absent)[0]
         broken = ImportError("undefined symbol: foo")
