@@ -51,25 +51,24 @@ class Softmax16 {
     }
   }
 
-  // Raises the bases that this block outgrows. Returns (for the whole warp) whether any grew;
-  // alpha[r] = 2^(old - new).
+  // Raises the bases that this block outgrows. Returns (for the whole warp) whether any grew; only
+  // then alpha[r] = 2^(old - new) is set.
   __device__ __forceinline__ bool update(const float (&acc_s)[kScores], float (&alpha)[2]) {
-    float y[2] = {acc_s[0], acc_s[2]};
+    // This lane's keys only, which is enough to see that no base grows.
+    float y[2] = {fmaxf(acc_s[0], acc_s[1]), fmaxf(acc_s[2], acc_s[3])};
 #pragma unroll
-    for (int i = 0; i < kScores; i += 4) {
+    for (int i = 4; i < kScores; i += 4) {
       y[0] = fmaxf(y[0], fmaxf(acc_s[i], acc_s[i + 1]));
       y[1] = fmaxf(y[1], fmaxf(acc_s[i + 2], acc_s[i + 3]));
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      y[r] = fmaxf(y[r], __shfl_xor_sync(0xFFFFFFFFu, y[r], 1));
-      y[r] = fmaxf(y[r], __shfl_xor_sync(0xFFFFFFFFu, y[r], 2)) * scale_;
-      alpha[r] = 1.0f;
-    }
-    const bool grew = __any_sync(0xFFFFFFFFu, y[0] > base_[0] + kSlack || y[1] > base_[1] + kSlack);
-    if (grew) {
+    const bool outgrown = y[0] * scale_ > base_[0] + kSlack || y[1] * scale_ > base_[1] + kSlack;
+    const bool event = __any_sync(0xFFFFFFFFu, outgrown);
+    if (event) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        y[r] = fmaxf(y[r], __shfl_xor_sync(0xFFFFFFFFu, y[r], 1));
+        y[r] = fmaxf(y[r], __shfl_xor_sync(0xFFFFFFFFu, y[r], 2)) * scale_;
+        alpha[r] = 1.0f;
         if (y[r] > base_[r] + kSlack) {
           // The maximum itself: a row with one key gets P = 1 up to the rounding of y.
           alpha[r] = ptx::exp2_f32(base_[r] - y[r]);
@@ -78,7 +77,7 @@ class Softmax16 {
         }
       }
     }
-    return grew;
+    return event;
   }
 
   // Scores to probabilities in place, and their sums.
