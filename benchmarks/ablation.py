@@ -76,26 +76,33 @@ def _variants() -> list[Variant]:
     def pipelines(*names: str) -> list[dict[str, str]]:
         return [{"kPipeline": f"Pipeline::k{name}"} for name in names]
 
-    for head_dim in (64, 128):
+    for head_dim, other in ((64, "Intra"), (128, "Both")):
         exact = f"FwdFp8D{head_dim}<ptx::E4m3, Exp2::kExact>"
         add(
             exact,
-            *pipelines("Serial", "PingPong", "Both"),
+            *pipelines("Serial", "PingPong", other),
             *({"kMufuEighths": share} for share in ("3", "5", "8")),
             *({"kPromoteEvery": blocks} for blocks in ("1", "2")),
             *({"kNumStages": stages} for stages in ("2", "3")),
             {"kHeadroom": "0.0f"},
+            {"kLooksAhead": "true" if head_dim == 64 else "false"},
+            {"kQueryStages": "2"},
         )
-        add(f"FwdFp8D{head_dim}<ptx::E4m3, Exp2::kLinear>", *pipelines("Serial", "Both"))
+        add(f"FwdFp8D{head_dim}<ptx::E4m3, Exp2::kLinear>", *pipelines("Serial", other))
     add(
         "FwdFp8D256<ptx::E4m3, Exp2::kExact>",
         *pipelines("PingPong"),
         *({"kMufuEighths": share} for share in ("2", "6", "8")),
     )
-    add("Fwd16D64<ptx::Bf16>", *pipelines("Serial", "PingPong", "Intra"))
-    add("Fwd16D128<ptx::Bf16>", *pipelines("Serial", "PingPong", "Intra"),
-        {"kTwoProbBuffers": "false"})  # fmt: skip
-    add("Fwd16D256<ptx::Bf16>", *pipelines("Serial", "PingPong", "Both"), {"kBlockKv": "64"})
+    add("Fwd16D64<ptx::Bf16>", *pipelines("Serial", "PingPong", "Intra"),
+        {"kLooksAhead": "false"}, {"kQueryStages": "2"})  # fmt: skip
+    add("Fwd16D128<ptx::Bf16>", *pipelines("Serial", "PingPong", "Both"),
+        {"kLooksAhead": "true"}, {"kTwoProbBuffers": "false"})  # fmt: skip
+    add(
+        "Fwd16D256<ptx::Bf16>",
+        *pipelines("Serial", "PingPong", "Both"),
+        {"kTwoProbBuffers": "false"},
+    )
     return found
 
 
@@ -110,6 +117,7 @@ def source(variant: Variant) -> str:
     fields = {
         "kPipeline": "Pipeline",
         "kTwoProbBuffers": "bool",
+        "kLooksAhead": "bool",
         "kHeadroom": "float",
     }
     members = "".join(

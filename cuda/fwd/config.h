@@ -17,9 +17,12 @@ namespace jax_fa3 {
 //   kMathWarpgroups  64 rows of the q tile each
 //   kClusterSize     CTAs that share copies
 //   kNumStages       depth of the K and V rings
-//   kQueryStages     q tiles in shared memory: with 2 the next one is loaded early; with 1 the
-//                    output is turned through the q tile, which saves its own staging
+//   kQueryStages     q tiles in shared memory: with more than 1 the next one is loaded early, with 3
+//                    even behind short tiles; with 1 the output is turned through the q tile, which
+//                    saves its own staging
 //   kPipeline        what overlaps (params.h)
+//   kLooksAhead      the first Q K^T of the next tile is formed beside the last P V of this one
+//                    (math_overlapped.cuh); its keys come too late for that when rings have 2 stages
 //   kTwoProbBuffers  P of this block is packed while P V of the last one still reads its own; costs
 //                    registers and code
 // and for FP8:
@@ -31,9 +34,9 @@ template <class ElementType, Exp2 kMode>
 struct FwdFp8D64 {
   using Element = ElementType;
   static constexpr int kHeadDim = 64, kBlockKv = 128, kMathWarpgroups = 3, kNumStages = 4;
-  static constexpr int kQueryStages = 2, kClusterSize = 1;
-  static constexpr Pipeline kPipeline = Pipeline::kIntra;
-  static constexpr bool kTwoProbBuffers = true;
+  static constexpr int kQueryStages = 3, kClusterSize = 1;
+  static constexpr Pipeline kPipeline = Pipeline::kBoth;
+  static constexpr bool kLooksAhead = false, kTwoProbBuffers = true;
   static constexpr Exp2 kExp2 = kMode;
   static constexpr int kMufuEighths = 4, kPromoteEvery = 4;
   static constexpr float kHeadroom = 1.0f;
@@ -43,9 +46,9 @@ template <class ElementType, Exp2 kMode>
 struct FwdFp8D128 {
   using Element = ElementType;
   static constexpr int kHeadDim = 128, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 4;
-  static constexpr int kQueryStages = 2, kClusterSize = 1;
+  static constexpr int kQueryStages = 3, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kIntra;
-  static constexpr bool kTwoProbBuffers = true;
+  static constexpr bool kLooksAhead = true, kTwoProbBuffers = true;
   static constexpr Exp2 kExp2 = kMode;
   static constexpr int kMufuEighths = 4, kPromoteEvery = 4;
   static constexpr float kHeadroom = 1.0f;
@@ -59,7 +62,7 @@ struct FwdFp8D256 {
   static constexpr int kHeadDim = 256, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 2;
   static constexpr int kQueryStages = 2, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kSerial;
-  static constexpr bool kTwoProbBuffers = false;
+  static constexpr bool kLooksAhead = false, kTwoProbBuffers = false;
   static constexpr Exp2 kExp2 = kMode;
   static constexpr int kMufuEighths = 4, kPromoteEvery = 1;
   static constexpr float kHeadroom = 1.0f;
@@ -69,9 +72,9 @@ template <class ElementType>
 struct Fwd16D64 {
   using Element = ElementType;
   static constexpr int kHeadDim = 64, kBlockKv = 128, kMathWarpgroups = 3, kNumStages = 4;
-  static constexpr int kQueryStages = 2, kClusterSize = 1;
+  static constexpr int kQueryStages = 3, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kBoth;
-  static constexpr bool kTwoProbBuffers = false;
+  static constexpr bool kLooksAhead = true, kTwoProbBuffers = false;
 };
 
 template <class ElementType>
@@ -80,7 +83,7 @@ struct Fwd16D128 {
   static constexpr int kHeadDim = 128, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 2;
   static constexpr int kQueryStages = 2, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kBoth;
-  static constexpr bool kTwoProbBuffers = true;
+  static constexpr bool kLooksAhead = false, kTwoProbBuffers = true;
 };
 
 template <class ElementType>
@@ -89,7 +92,7 @@ struct Fwd16D256 {
   static constexpr int kHeadDim = 256, kBlockKv = 80, kMathWarpgroups = 2, kNumStages = 2;
   static constexpr int kQueryStages = 1, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kIntra;
-  static constexpr bool kTwoProbBuffers = false;
+  static constexpr bool kLooksAhead = false, kTwoProbBuffers = false;
 };
 
 // ---- what follows from a config -----------------------------------------------------------------
@@ -159,14 +162,16 @@ struct FwdTraits {
       kMathWarpgroups == 2 || kMathWarpgroups == 3,
       "2 or 3 math warpgroups: the register file holds no more, and 1 cannot hide the softmax");
   static_assert(kNumStages >= 2 && kNumStages <= 4, "the K and V rings have 2 to 4 stages");
-  static_assert(kQueryStages == 1 || kQueryStages == 2, "one or two q tiles in shared memory");
+  static_assert(kQueryStages >= 1 && kQueryStages <= 3, "one to three q tiles in shared memory");
+  static_assert(!Config::kLooksAhead || kQueryStages > 1,
+                "the next q tile must be there before this one is given back");
   static_assert(!kStagingInQuery || !kIsFp8, "an FP8 q tile is smaller than its output");
   static_assert(Config::kClusterSize == 1, "no kernel multicasts yet, so a cluster has one CTA");
   static_assert(kBlockKv % 16 == 0 && kBlockKv <= 256, "P V takes 16 keys a step");
   static_assert(!kIsFp8 || kBlockKv == kGranule, "one k_descale must cover the kv block");
   static_assert(promotes_in_time<Config>(),
                 "kPromoteEvery is 1 to 4: a longer FP8 sum loses its small terms");
-  static_assert(!kSliced || (!kIntra && !Config::kTwoProbBuffers),
+  static_assert(!kSliced || (!kIntra && !Config::kTwoProbBuffers && !Config::kLooksAhead),
                 "slices overlap with the other warpgroup's softmax only");
   static_assert(kQueryBytes % 1024 == 0 && kKeyBytes % 1024 == 0 && kValueStageBytes % 1024 == 0,
                 "every tile starts on a 1024-byte boundary, which the swizzles count from");

@@ -3,6 +3,7 @@
 
 #include "../ptx/convert.cuh"
 #include "../ptx/shared.cuh"
+#include "../ptx/warpgroup.cuh"
 #include "smem.cuh"
 
 namespace jax_fa3 {
@@ -22,7 +23,7 @@ struct Epilogue {
                                                     const Tile& tile, int first_row,
                                                     uint32_t staging, const float (&acc_o)[kCount],
                                                     const float (&inverse)[2]) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int lane = ptx::opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int first = 0; first < kHeadDim; first += 64) {
 #pragma unroll
@@ -54,15 +55,25 @@ struct Epilogue {
         const int row = i * 4 + lane / 8, piece = lane % 8;
         const uint4 data = ptx::load_shared_x4(staging + row * 128 + (piece ^ (row & 7)) * 16);
         if (first_row + row < shape.seqlen_q) {
-          const int64_t position =
-              (static_cast<int64_t>(tile.batch) * shape.seqlen_q + first_row + row) *
-                  shape.num_heads_q +
-              tile.head;
-          *reinterpret_cast<uint4*>(static_cast<char*>(shape.out) + position * (kHeadDim * 2) +
-                                    first * 2 + piece * 16) = data;
+          *output_piece(shape, tile, first_row + row, first / 8 + piece) = data;
         }
       }
       __syncwarp();  // the staging may be written again
+    }
+  }
+
+  // 16 rows that saw no key.
+  __device__ __forceinline__ static void store_empty_rows(const FwdShape& shape, const Tile& tile,
+                                                          int first_row) {
+    constexpr int kPieces = kHeadDim / 8;  // of 16 bytes a row
+    const int lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int i = lane; i < 16 * kPieces; i += 32) {
+      const int row = first_row + i / kPieces;
+      if (row < shape.seqlen_q) {
+        *output_piece(shape, tile, row, i % kPieces) = uint4{0, 0, 0, 0};
+        if (i % kPieces == 0) store_logsumexp(shape, tile, row, -INFINITY);
+      }
     }
   }
 
@@ -72,6 +83,16 @@ struct Epilogue {
       const int64_t head = static_cast<int64_t>(tile.batch) * shape.num_heads_q + tile.head;
       shape.logsumexp[head * shape.seqlen_q + row] = value;
     }
+  }
+
+ private:
+  // 16 bytes of an output row.
+  __device__ __forceinline__ static uint4* output_piece(const FwdShape& shape, const Tile& tile,
+                                                        int row, int piece) {
+    const int64_t position =
+        (static_cast<int64_t>(tile.batch) * shape.seqlen_q + row) * shape.num_heads_q + tile.head;
+    return reinterpret_cast<uint4*>(static_cast<char*>(shape.out) + position * (kHeadDim * 2)) +
+           piece;
   }
 };
 

@@ -139,9 +139,10 @@ __device__ __forceinline__ void load_loop(const typename FwdTraits<Config>::Para
       if (block + 1 < blocks)
         load_values(block + 1);  // values are needed one step after their keys
     }
+    // Asked before the last wait, so that the next q and keys follow at once.
+    const int taken = p.tile_counter == nullptr ? index : atomicAdd(p.tile_counter, 1);
     if (blocks > 0) load_values(0);
-    // The rings are full: the answer comes long before they run dry.
-    index = gridDim.x + (p.tile_counter == nullptr ? index : atomicAdd(p.tile_counter, 1));
+    index = gridDim.x + taken;
   }
 }
 

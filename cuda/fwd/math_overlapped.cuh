@@ -1,33 +1,46 @@
-// The kv blocks of one tile, Q K^T of the next block and P V of this one in flight during softmax.
+// The kv blocks of tile after tile, Q K^T of the next block and P V of this one in flight during
+// softmax, across the seam between tiles too.
 #pragma once
 
-#include "math_role.cuh"
+#include "math_tile.cuh"
 
 namespace jax_fa3 {
 
-// acc_o = sum over the tile's kv blocks of P V, in the last base of `softmax`. The step is described
-// in the map of kernel.cuh.
+// From `tile` on, tile after tile, until there is none or none of whose keys the warpgroup's rows see
+// any; returns that one. The step is described in the map of kernel.cuh.
 template <class Config>
-__device__ __forceinline__ void overlapped_blocks(MathRole<Config>& role, const MathTile& tile,
-                                                  SoftmaxOf<Config>& softmax,
-                                                  float (&acc_o)[Products<Config>::kOutputs]) {
+__device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Config>::Params& p,
+                                                     MathRole<Config>& role, MathTile tile) {
   using Traits = FwdTraits<Config>;
   using Product = Products<Config>;
   constexpr bool kIsFp8 = Traits::kIsFp8;
   constexpr bool kTwoProbBuffers = Config::kTwoProbBuffers;
+  constexpr bool kLooksAhead = Config::kLooksAhead;
   const FwdSmem<Config>& smem = role.smem;
-  const int blocks = tile.blocks;
 
+  SoftmaxOf<Config> softmax;
+  float acc_o[Product::kOutputs];
   typename Product::AccS acc_s[Product::kScores];
   uint32_t frag_p[kTwoProbBuffers ? 2 : 1][Product::kProbs];
   float acc_t[kIsFp8 ? Product::kOutputs : 1];  // FP8: sum of the current group of blocks
   float alpha[2];
-  const uint64_t q_descriptor = Product::query_descriptor(smem, role.q_read.stage, role.warpgroup);
 
+  // S = Q K^T of the block in the next k stage.
+  const auto issue_scores = [&](int q_stage) {
+    ptx::wgmma_fence();
+    Product::issue_scores(acc_s, Product::query_descriptor(smem, q_stage, role.warpgroup),
+                          Product::key_descriptor(smem, role.k_read.stage));
+    ptx::wgmma_commit();
+  };
+  const auto release_keys = [&] {
+    role.release(smem.k_empty(role.k_read.stage));
+    role.k_read.advance();
+  };
   // Raw scores of `block` to probabilities; returns whether a base grew.
-  const auto softmax_step = [&](uint32_t (&frag)[Product::kProbs], int block, float descale) {
+  const auto softmax_step = [&](uint32_t (&frag)[Product::kProbs], const MathTile& tile, int block,
+                                float descale) {
     if constexpr (!kIsFp8) softmax.apply_sign(acc_s);
-    tile.mask<SoftmaxOf<Config>>(acc_s, block, Traits::kBlockKv);
+    tile.mask<SoftmaxOf<Config>>(p, acc_s, block, Traits::kBlockKv);
     bool grew;
     if constexpr (kIsFp8) {
       grew = softmax.update(acc_s, descale, alpha);
@@ -42,22 +55,27 @@ __device__ __forceinline__ void overlapped_blocks(MathRole<Config>& role, const 
   // P V of the `nth` visited block (only its place in a group of kPromoteEvery matters).
   const auto issue_values = [&](const uint32_t (&frag)[Product::kProbs], int nth) {
     const uint64_t v = Product::value_descriptor(smem, role.v_read.stage);
+    ptx::wgmma_fence();
     if constexpr (kIsFp8)
       Product::issue_values(acc_t, frag, v, nth % Config::kPromoteEvery != 0);
     else
       Product::issue_values(acc_o, frag, v, nth != 0);
     ptx::wgmma_commit();
   };
-  const auto take_values = [&](int nth, bool is_last) {
+  const auto take_values = [&](bool ends_group) {
     if constexpr (kIsFp8) {
       ptx::pin(acc_t);
-      if (is_last || nth % Config::kPromoteEvery == Config::kPromoteEvery - 1) {
+      if (ends_group) {
 #pragma unroll
         for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] += acc_t[i];
       }
     } else {
       ptx::pin(acc_o);
     }
+  };
+  const auto ends_group = [](int nth) {
+    if constexpr (kIsFp8) return nth % Config::kPromoteEvery == Config::kPromoteEvery - 1;
+    return true;
   };
   const auto rescale = [&] {
 #pragma unroll
@@ -67,29 +85,21 @@ __device__ __forceinline__ void overlapped_blocks(MathRole<Config>& role, const 
     }
   };
 
-  // First block: nothing to overlap with.
-  ptx::mbarrier_wait(smem.k_full(role.k_read.stage), role.k_read.parity);
-  ptx::wgmma_fence();
-  Product::issue_scores(acc_s, q_descriptor, Product::key_descriptor(smem, role.k_read.stage));
-  ptx::wgmma_commit();
-  const float first_descale = role.key_descale();
-  ptx::wgmma_wait<0>();
-  ptx::pin(acc_s);
-  role.release(smem.k_empty(role.k_read.stage));
-  role.k_read.advance();
-  softmax_step(frag_p[0], blocks - 1, first_descale);
-  role.peek();
-  if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
-
+  // NOTE: without the pin the compiler sinks the exponentials below the wait, and nothing overlaps
+  // with P V.
+  const auto pin_probabilities = [&](uint32_t (&frag)[Product::kProbs]) {
+    if constexpr (kTwoProbBuffers)
+      ptx::pin(frag);
+    else
+      ptx::pin(acc_s);
+  };
+  // P V of a block (`p_in`) while S of the next one becomes `p_out`.
   const auto step = [&](const uint32_t (&p_in)[Product::kProbs], uint32_t (&p_out)[Product::kProbs],
                         int nth, int block) {
     role.wait_keys();
     role.take_turn();
-    ptx::wgmma_fence();
-    Product::issue_scores(acc_s, q_descriptor, Product::key_descriptor(smem, role.k_read.stage));
-    ptx::wgmma_commit();
+    issue_scores(tile.q_stage);
     role.wait_values();
-    ptx::wgmma_fence();
     issue_values(p_in, nth);
     role.pass_turn();
     const float descale = role.key_descale();
@@ -97,45 +107,107 @@ __device__ __forceinline__ void overlapped_blocks(MathRole<Config>& role, const 
     role.v_read.advance();
     ptx::wgmma_wait<Traits::kIntra ? 1 : 0>();
     ptx::pin(acc_s);
-    role.release(smem.k_empty(role.k_read.stage));
-    role.k_read.advance();
-    const bool grew = softmax_step(p_out, block, descale);
-    // NOTE: without the pin the compiler sinks the exponentials below the wait, and nothing
-    // overlaps with P V.
-    if constexpr (kTwoProbBuffers)
-      ptx::pin(p_out);
-    else
-      ptx::pin(acc_s);
+    release_keys();
+    const bool grew = softmax_step(p_out, tile, block, descale);
+    pin_probabilities(p_out);
     role.peek();
     if constexpr (Traits::kIntra) ptx::wgmma_wait<0>();
-    take_values(nth, false);
+    take_values(ends_group(nth));
     role.release(smem.v_empty(v_done.stage));
     if (grew) rescale();
     if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, p_out);
   };
-  const auto finish = [&](const uint32_t (&p_in)[Product::kProbs], int nth) {
+
+  constexpr int kOther = kTwoProbBuffers ? 1 : 0;
+  // The first block of the first tile: nothing to overlap with.
+  start_tile(p, role, tile, softmax);
+#pragma unroll
+  for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] = 0.0f;
+  role.skip_keys(tile.skipped);
+  ptx::mbarrier_wait(smem.k_full(role.k_read.stage), role.k_read.parity);
+  issue_scores(tile.q_stage);
+  const float first_descale = role.key_descale();
+  role.skip_values(tile.skipped);
+  ptx::wgmma_wait<0>();
+  ptx::pin(acc_s);
+  release_keys();
+  softmax_step(frag_p[0], tile, tile.blocks - 1, first_descale);
+  role.peek();
+  if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
+
+  // P V of the last block of a tile.
+  const auto finish = [&](const uint32_t (&p_in)[Product::kProbs]) {
+    role.take_turn();
     role.wait_values();
-    ptx::wgmma_fence();
-    issue_values(p_in, nth);
+    issue_values(p_in, tile.blocks - 1);
+    role.pass_turn();
     ptx::wgmma_wait<0>();
-    take_values(nth, true);
+    take_values(true);
     role.release(smem.v_empty(role.v_read.stage));
     role.v_read.advance();
   };
-
-  constexpr int kOther = kTwoProbBuffers ? 1 : 0;
-  int block = blocks - 1;
   while (true) {
-    if (--block < 0) {
-      finish(frag_p[0], blocks - 1);
-      break;
+    int block = tile.blocks - 1;
+    while (true) {
+      if (--block < 0) {
+        if constexpr (kLooksAhead) {
+#pragma unroll
+          for (int i = 0; i < Product::kProbs; ++i) frag_p[kOther][i] = frag_p[0][i];
+        } else {
+          finish(frag_p[0]);
+        }
+        break;
+      }
+      step(frag_p[0], frag_p[kOther], tile.blocks - 2 - block, block);
+      if (--block < 0) {
+        if constexpr (!kLooksAhead) finish(frag_p[kOther]);
+        break;
+      }
+      step(frag_p[kOther], frag_p[0], tile.blocks - 2 - block, block);
     }
-    step(frag_p[0], frag_p[kOther], blocks - 2 - block, block);
-    if (--block < 0) {
-      finish(frag_p[kOther], blocks - 1);
-      break;
+    if constexpr (!kLooksAhead) {
+      finish_tile(p, role, tile.q_stage, softmax, acc_o);
+      return role.next_tile(p);
     }
-    step(frag_p[kOther], frag_p[0], blocks - 2 - block, block);
+
+    // The seam: P V of the last block while S of the next tile's first one becomes frag_p[0], then
+    // the output.
+    const SoftmaxOf<Config> ended = softmax;
+    const MathTile next = role.next_tile(p);
+    const bool follows = next.blocks > 0;
+    if (follows) {
+      role.skip_keys(next.skipped);
+      role.wait_keys();
+    }
+    role.take_turn();
+    issue_scores(next.q_stage);  // without a next tile: of anything
+    role.wait_values();
+    issue_values(frag_p[kOther], tile.blocks - 1);
+    role.pass_turn();
+    const float descale = role.key_descale();
+    const auto v_done = role.v_read;
+    role.v_read.advance();
+    ptx::wgmma_wait<1>();
+    ptx::pin(acc_s);
+    if (follows) {
+      release_keys();
+      start_tile(p, role, next, softmax);
+      softmax_step(frag_p[0], next, next.blocks - 1, descale);
+    }
+    pin_probabilities(frag_p[0]);
+    ptx::wgmma_wait<0>();
+    take_values(true);
+    role.release(smem.v_empty(v_done.stage));
+    if (follows) role.skip_values(next.skipped);
+    role.peek();
+    if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
+    finish_tile(p, role, tile.q_stage, ended, acc_o);
+    if (!follows) return next;
+    tile = next;
+    if constexpr (kIsFp8) {
+#pragma unroll
+      for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] = 0.0f;
+    }
   }
 }
 

@@ -12,31 +12,32 @@
 // registers hold, on a condition that is false at run time but not to the compiler.
 #pragma once
 
-#include "math_role.cuh"
+#include "math_tile.cuh"
 
 namespace jax_fa3 {
 
-// acc_o = sum over the tile's kv blocks of P V, in the last base of `softmax`.
+// From the first block of `tile` to its output.
 template <class Config>
-__device__ __forceinline__ void sliced_blocks(MathRole<Config>& role, const MathTile& tile,
-                                              SoftmaxOf<Config>& softmax,
-                                              float (&acc_o)[Products<Config>::kOutputs]) {
+__device__ __forceinline__ void sliced_tile(const typename FwdTraits<Config>::Params& p,
+                                            MathRole<Config>& role, const MathTile& tile) {
   using Traits = FwdTraits<Config>;
   using Product = Products<Config>;
   static_assert(Product::kOutputs == 32 + 20 + 32 + 16 + 32, "the slices cover all columns");
   const FwdSmem<Config>& smem = role.smem;
   const bool never = smem.base == 0;
 
+  SoftmaxOf<Config> softmax;
+  float acc_o[Product::kOutputs];
   float wide[32], narrow[20];  // accumulators of the slices
   float (&narrower)[16] = reinterpret_cast<float (&)[16]>(narrow);
   uint32_t frag_p[Product::kProbs];
   float alpha[2];
-  const uint64_t q_descriptor = Product::query_descriptor(smem, role.q_read.stage, role.warpgroup);
 #pragma unroll
   for (int i = 0; i < 32; ++i) wide[i] = 0.0f;
 #pragma unroll
   for (int i = 0; i < 20; ++i) narrow[i] = 0.0f;
 
+  const uint64_t q_descriptor = Product::query_descriptor(smem, tile.q_stage, role.warpgroup);
   uint32_t acc_s[Product::kScores];
   const auto issue_scores = [&] {
 #pragma unroll
@@ -68,7 +69,7 @@ __device__ __forceinline__ void sliced_blocks(MathRole<Config>& role, const Math
     ptx::pin(acc_s);
     role.release(smem.k_empty(role.k_read.stage));
     role.k_read.advance();
-    tile.mask<SoftmaxOf<Config>>(acc_s, block, Traits::kBlockKv);
+    tile.mask<SoftmaxOf<Config>>(p, acc_s, block, Traits::kBlockKv);
     const bool grew = softmax.update(acc_s, descale, alpha);
     softmax.probabilities(acc_s, frag_p);
     ptx::pin(frag_p);
@@ -78,13 +79,18 @@ __device__ __forceinline__ void sliced_blocks(MathRole<Config>& role, const Math
     return grew;
   };
 
+  start_tile(p, role, tile, softmax);
+#pragma unroll
+  for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] = 0.0f;
+  role.skip_keys(tile.skipped);
   ptx::mbarrier_wait(smem.k_full(role.k_read.stage), role.k_read.parity);
   issue_scores();
+  role.skip_values(tile.skipped);
   softmax_step(tile.blocks - 1, role.key_descale());
 
-  for (int block = tile.blocks - 2;; --block) {
+  for (int block = tile.blocks - 1;;) {
     role.wait_values();
-    if (block >= 0) role.take_turn();
+    role.take_turn();
     issue_slice(wide, 0);
     issue_slice(narrow, 32);
     ptx::wgmma_wait<1>();
@@ -102,7 +108,8 @@ __device__ __forceinline__ void sliced_blocks(MathRole<Config>& role, const Math
     take_slice(wide, 100);
     role.release(smem.v_empty(role.v_read.stage));
     role.v_read.advance();
-    if (block < 0) break;
+
+    if (--block < 0) break;
     role.wait_keys();
     issue_scores();
     role.pass_turn();
@@ -111,6 +118,8 @@ __device__ __forceinline__ void sliced_blocks(MathRole<Config>& role, const Math
       for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] *= alpha[i % 4 / 2];
     }
   }
+  role.pass_turn();
+  finish_tile(p, role, tile.q_stage, softmax, acc_o);
 }
 
 }  // namespace jax_fa3
