@@ -43,7 +43,7 @@ struct WgmmaSsMn;
 SHAPES = [
     *[("WgmmaSs", t, t, "f16", 128) for t in ("E4m3", "E5m2")],
     *[("WgmmaRs", "E4m3", t, "f32", n) for t in ("E4m3", "E5m2") for n in (32, 40, 64, 72, 136)],
-    *[("WgmmaSs", t, t, "f32", n) for t in ("Bf16", "F16") for n in (64, 80, 128)],
+    *[("WgmmaSs", t, t, "f32", n) for t in ("Bf16", "F16") for n in (64, 128)],
     *[("WgmmaRs", t, t, "f32", n) for t in ("Bf16", "F16") for n in (64, 128, 256)],
     *[("WgmmaRsK", t, t, "f32", 64) for t in ("Bf16", "F16")],
     *[("WgmmaSsMn", t, t, "f32", 64) for t in ("Bf16", "F16")],

@@ -82,17 +82,17 @@ struct Fwd16D128 {
   using Element = ElementType;
   static constexpr int kHeadDim = 128, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 2;
   static constexpr int kQueryStages = 2, kClusterSize = 1;
-  static constexpr Pipeline kPipeline = Pipeline::kBoth;
+  static constexpr Pipeline kPipeline = Pipeline::kIntra;
   static constexpr bool kLooksAhead = false, kTwoProbBuffers = true;
 };
 
 template <class ElementType>
 struct Fwd16D256 {
   using Element = ElementType;
-  static constexpr int kHeadDim = 256, kBlockKv = 80, kMathWarpgroups = 2, kNumStages = 2;
+  static constexpr int kHeadDim = 256, kBlockKv = 64, kMathWarpgroups = 2, kNumStages = 2;
   static constexpr int kQueryStages = 1, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kIntra;
-  static constexpr bool kLooksAhead = false, kTwoProbBuffers = false;
+  static constexpr bool kLooksAhead = false, kTwoProbBuffers = true;
 };
 
 // ---- what follows from a config -----------------------------------------------------------------

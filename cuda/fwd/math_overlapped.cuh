@@ -38,19 +38,20 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
   };
   // Raw scores of `block` to probabilities; returns whether a base grew.
   const auto softmax_step = [&](uint32_t (&frag)[Product::kProbs], const MathTile& tile, int block,
-                                float descale) {
+                                float descale, bool is_first) {
     if constexpr (!kIsFp8) softmax.apply_sign(acc_s);
     tile.mask<SoftmaxOf<Config>>(p, acc_s, block, Traits::kBlockKv);
-    bool grew;
     if constexpr (kIsFp8) {
-      grew = softmax.update(acc_s, descale, alpha);
+      const bool grew = softmax.update(acc_s, descale, alpha);
       softmax.probabilities(acc_s, frag);
+      return grew;
+    } else if constexpr (kTwoProbBuffers) {
+      return softmax.probabilities(acc_s, frag, alpha, is_first);
     } else {
-      grew = softmax.update(acc_s, alpha);
+      const bool grew = softmax.update(acc_s, alpha);
       softmax.exponentials(acc_s);
-      if constexpr (kTwoProbBuffers) softmax.pack(acc_s, frag);
+      return grew;
     }
-    return grew;
   };
   // P V of the `nth` visited block (only its place in a group of kPromoteEvery matters).
   const auto issue_values = [&](const uint32_t (&frag)[Product::kProbs], int nth) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     ptx::wgmma_wait<Traits::kIntra ? 1 : 0>();
     ptx::pin(acc_s);
     release_keys();
-    const bool grew = softmax_step(p_out, tile, block, descale);
+    const bool grew = softmax_step(p_out, tile, block, descale, false);
     pin_probabilities(p_out);
     role.peek();
     if constexpr (Traits::kIntra) ptx::wgmma_wait<0>();
@@ -131,7 +132,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
   ptx::wgmma_wait<0>();
   ptx::pin(acc_s);
   release_keys();
-  softmax_step(frag_p[0], tile, tile.blocks - 1, first_descale);
+  softmax_step(frag_p[0], tile, tile.blocks - 1, first_descale, true);
   role.peek();
   if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
 
@@ -192,7 +193,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     if (follows) {
       release_keys();
       start_tile(p, role, next, softmax);
-      softmax_step(frag_p[0], next, next.blocks - 1, descale);
+      softmax_step(frag_p[0], next, next.blocks - 1, descale, true);
     }
     pin_probabilities(frag_p[0]);
     ptx::wgmma_wait<0>();
