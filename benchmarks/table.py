@@ -11,6 +11,7 @@ from __future__ import annotations
 import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,12 @@ from jax_fa3._cli import grid, text
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 Rows = list[dict[str, Any]]
+# Kinds of timed rows; speeds count 4, 10 and 14 times batch * heads * seqlen_q * seqlen_k * head_dim.
+TIMED = {
+    "fwd": "the forward pass",
+    "bwd": "the backward pass alone",
+    "step": "a training step, forward and backward",
+}
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -111,11 +118,14 @@ def source_line(meta: dict[str, Any]) -> str:
 
 def short(meta: dict[str, Any], rows: Rows) -> str:
     """For README.md: sustained speed at seqlen 8k; errors of head_dim 128 at 2k, 8k, 128k keys."""
-    speed = [
-        r
-        for r in rows
-        if r["kind"] == "fwd" and r["regime"] == "sustained" and r["seqlen_q"] == 8192
-    ]
+    speed = {
+        kind: [
+            r
+            for r in rows
+            if r["kind"] == kind and r["regime"] == "sustained" and r["seqlen_q"] == 8192
+        ]
+        for kind in TIMED
+    }
     accurate = [
         r
         for r in rows
@@ -124,16 +134,17 @@ def short(meta: dict[str, Any], rows: Rows) -> str:
         and r["head_dim"] == 128
         and r["preset"] not in ("uncentred", "block")
     ]
-    if not speed and not accurate:
+    if not any(speed.values()) and not accurate:
         raise text.UsageError(
             "no row for README.md: speed at seqlen 8,192, or errors of head_dim 128"
         )
     parts = [source_line(meta)]
-    if speed:
-        parts += [
-            "TFLOP/s of the forward pass, sustained (causal counts half):",
-            speed_table(speed),
-        ]
+    for kind, timed in speed.items():
+        if timed:
+            parts += [
+                f"TFLOP/s of {TIMED[kind]}, sustained (causal counts half):",
+                speed_table(timed),
+            ]
     if accurate:
         parts += ["Relative L2 error against float64, head_dim 128:", error_table(accurate)]
     return "\n\n".join(parts)
@@ -142,10 +153,13 @@ def short(meta: dict[str, Any], rows: Rows) -> str:
 def full(meta: dict[str, Any], rows: Rows) -> str:
     """For benchmarks/README.md: everything."""
     parts = [source_line(meta), f"Command: `{meta.get('command', 'unknown')}`."]
-    for regime in ("sustained", "burst"):
-        timed = [r for r in rows if r["kind"] == "fwd" and r["regime"] == regime]
+    for kind, regime in itertools.product(TIMED, ("sustained", "burst")):
+        timed = [r for r in rows if r["kind"] == kind and r["regime"] == regime]
         if timed:
-            parts += [f"Forward, {regime}, TFLOP/s (causal counts half):", speed_table(timed)]
+            parts += [
+                f"TFLOP/s of {TIMED[kind]}, {regime} (causal counts half):",
+                speed_table(timed),
+            ]
             if any(r["ratio"] for r in timed):
                 parts += ["Our speed over a rival's, interleaved pairs:", ratio_table(timed)]
     errors = [r for r in rows if r["kind"] == "accuracy"]

@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh [--python PYTHON] [--no-build] [--out FILE] [--dry-run]
 #                        [--skip PHASE,...] [--only PHASE,...] [--limit PHASE=SECONDS ...]
 #                        [--turn SECONDS] [--rivals LIST] [--logs FOLDER]
-#                        [--grid "FLAGS"] [--errors "FLAGS"]
+#                        [--grid "FLAGS"] [--gradients "FLAGS"] [--errors "FLAGS"]
 #
 # Phases, in order:
 #   build      pip install of this checkout with its kernels (left out by --no-build: then the
@@ -12,12 +12,14 @@
 #   selfcheck  python -m jax_fa3
 #   tests      pytest -m gpu
 #   memcheck, racecheck, synccheck   compute-sanitizer on tests/gpu/sanitize_shapes.py
-#   speed      benchmarks/bench_attention.py        accuracy   benchmarks/accuracy.py
+#   speed      benchmarks/bench_attention.py
+#   gradients  benchmarks/bench_backward.py
+#   accuracy   benchmarks/accuracy.py
 #
 # --limit   time limit of a phase; a phase beyond it counts as failed (default below)
 # --turn    length of one timed turn (default 0.15: about three minutes of GPU time for the grid)
-# --grid    more flags for benchmarks/bench_attention.py, --errors for benchmarks/accuracy.py: parts of
-#           the grid when time is short
+# --grid    more flags for benchmarks/bench_attention.py, --gradients for benchmarks/bench_backward.py,
+#           --errors for benchmarks/accuracy.py: parts of the grid when time is short
 # --out     default benchmarks/results/gpu_check.json
 # --logs    default build/gpu_check; what is in it is removed
 # --dry-run runs what a machine without a GPU can: tiny sizes, XLA path, no sanitizer, tests listed
@@ -27,14 +29,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-phases=(build selfcheck tests memcheck racecheck synccheck speed accuracy)
+phases=(build selfcheck tests memcheck racecheck synccheck speed gradients accuracy)
 declare -A limit=([build]=1200 [selfcheck]=180 [tests]=900 [memcheck]=600 [racecheck]=600
-  [synccheck]=600 [speed]=900 [accuracy]=600)
+  [synccheck]=600 [speed]=900 [gradients]=600 [accuracy]=600)
 python=python3
 out=benchmarks/results/gpu_check.json
 work=build/gpu_check
 turn=0.15
 grid=()
+gradients=()
 errors=()
 rivals=cudnn,cudnn_fp8,fa3,fa3_fp8
 skip=,
@@ -52,7 +55,8 @@ while [[ $# -gt 0 ]]; do
     -h | --help) usage; exit 0 ;;
     --no-build) skip+=build, ; shift; continue ;;
     --dry-run) dry=(--dry-run); shift; continue ;;
-    --python | --skip | --only | --limit | --turn | --out | --rivals | --logs | --grid | --errors)
+    --python | --skip | --only | --limit | --turn | --out | --rivals | --logs | --grid | --gradients | \
+      --errors)
       [[ $# -ge 2 ]] || die "$1 needs a value." ;;
     *) die "there is no flag '$1'; see --help." ;;
   esac
@@ -69,6 +73,7 @@ while [[ $# -gt 0 ]]; do
     --rivals) rivals=$2 ;;
     --logs) work=$2 ;;
     --grid) read -ra grid <<<"$2" ;;
+    --gradients) read -ra gradients <<<"$2" ;;
     --errors) read -ra errors <<<"$2" ;;
   esac
   shift 2
@@ -112,6 +117,10 @@ phase_synccheck() { sanitize synccheck; }
 phase_speed() {
   argv=("$python" benchmarks/bench_attention.py --seconds "$turn" --rivals "$rivals"
     --json "$work/speed.json" "${grid[@]}" "${dry[@]}")
+}
+phase_gradients() {
+  argv=("$python" benchmarks/bench_backward.py --seconds "$turn" --json "$work/gradients.json"
+    "${gradients[@]}" "${dry[@]}")
 }
 phase_accuracy() {
   argv=("$python" benchmarks/accuracy.py --rivals "$rivals" --json "$work/accuracy.json"
@@ -163,13 +172,13 @@ fi
 export PYTHONSAFEPATH=1
 for name in "${phases[@]}"; do
   # Programs of benchmarks/ import their neighbours, so they may see their own folder.
-  if [[ $name == speed || $name == accuracy ]]; then unset PYTHONSAFEPATH; fi
+  if [[ $name == speed || $name == gradients || $name == accuracy ]]; then unset PYTHONSAFEPATH; fi
   run_phase "$name"
 done
 
 # ---- one file and a summary ----------------------------------------------------------------------
 files=()
-for file in "$work/speed.json" "$work/accuracy.json"; do
+for file in "$work/speed.json" "$work/gradients.json" "$work/accuracy.json"; do
   [[ -f $file ]] && files+=("$file")
 done
 "$python" benchmarks/collect.py "${files[@]}" --phases "$work/phases.tsv" --command "$command" \

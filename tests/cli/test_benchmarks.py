@@ -85,7 +85,7 @@ def test_table_fills_both_files(result_file, readmes):
     assert "| normal, 131,072 keys | not finite | - |" in short
     assert "| normal, 8192 keys, D 128: fa3_fp8 | 1.00e-03 | 5.32e-02 |" in full
     assert "| B2_S8192_H16_D128_n jax_fa3 accurate | 1.06 |" in full
-    assert "Forward, burst" in full
+    assert "TFLOP/s of the forward pass, burst" in full
     assert "not finite" in full
     assert "burst" not in short
 
@@ -244,6 +244,7 @@ def test_gpu_check_dry_run_writes_one_file(tmp_path):
     out = tmp_path / "check.json"
     flags = ["--dry-run", "--no-build", "--skip", "selfcheck,racecheck,synccheck,tests"]
     flags += ["--grid", "--head-dims 64 --causal yes"]
+    flags += ["--gradients", "--head-dims 64 --causal yes --kinds bwd --ours native"]
     flags += ["--errors", "--head-dims 64 --presets accurate --data normal"]
     done = gpu_check(*flags, "--out", str(out), "--logs", str(tmp_path / "logs"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -253,12 +254,14 @@ def test_gpu_check_dry_run_writes_one_file(tmp_path):
     assert [name for name, value in status.items() if value == "passed"] == [
         "memcheck",
         "speed",
+        "gradients",
         "accuracy",
     ]
-    assert "15 calls, 0 wrong" in content["meta"]["phases"][3]["detail"]
+    assert "19 calls, 0 wrong" in content["meta"]["phases"][3]["detail"]
     assert content["meta"]["command"].startswith("scripts/gpu_check.sh ")
     timed = [row for row in content["rows"] if row["kind"] == "fwd"]
     assert {(row["head_dim"], row["is_causal"]) for row in timed} == {(64, True)}
+    assert {row["head_dim"] for row in content["rows"] if row["kind"] == "bwd"} == {64}
     errors = [row for row in content["rows"] if row["kind"] == "accuracy"]
     assert {(row["head_dim"], row["preset"], row["data"]) for row in errors} == {
         (64, "accurate", "normal")
