@@ -22,7 +22,7 @@ from jax_fa3._cli import grid, text
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 Rows = list[dict[str, Any]]
-# Kinds of timed rows; speeds count 4, 10 and 14 times batch * heads * seqlen_q * seqlen_k * head_dim.
+# Kinds of timed rows. FLOPs: 4, 10 and 14 times batch * heads * seqlen_q * seqlen_k * head_dim.
 TIMED = {
     "fwd": "the forward pass",
     "bwd": "the backward pass alone",
