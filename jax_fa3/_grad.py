@@ -124,7 +124,10 @@ def _one_by_xla(arrays: Arrays, results: Results, call: Call) -> Arrays:
 # ---- the kernels --------------------------------------------------------------------------------
 def _by_kernel(arrays: Arrays, results: Results, call: Call) -> Arrays:
     """Every batch axis folded into one launch, then the FFI calls."""
-    full = _local.batch_shape(arrays)
+    lead = arrays["query"].ndim - 3
+    # Cotangents may be mapped where no operand is (`jax.jacrev`).
+    prefixes = [x.shape[:lead] for x in (*arrays.values(), *results)]
+    full = tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*prefixes, strict=True))
     scale = arrays["softmax_scale"]
     for axis, size in enumerate(scale.shape):
         if size != 1:

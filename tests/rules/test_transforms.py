@@ -64,6 +64,18 @@ def test_vjp_through_both_results() -> None:
         assert_close(pull(cotangents), pull_plain(cotangents))
 
 
+@pytest.mark.parametrize("precision", ["fp8", "native"])
+def test_cotangents_alone_are_mapped(precision: str) -> None:
+    """As in `jax.jacrev`: one forward pass, many rows of the Jacobian."""
+    args = inputs()
+    results, pull = jax.vjp(attend(precision=precision), *args)
+    _, plain = jax.vjp(attend("xla", precision=precision), *args)
+    many = [(jnp.cos(i * results[0]), jnp.sin(i * results[1])) for i in (1, 2, 3)]
+    rows = jax.jit(jax.vmap(pull))(jax.tree.map(lambda *x: jnp.stack(x), *many))
+    assert_close(jax.tree.map(lambda x: x[2], rows), plain(many[2]))
+    assert_close(jax.tree.map(lambda x: x[0], rows), plain(many[0]))
+
+
 @pytest.mark.parametrize(
     ("mapped", "precision"),
     [
