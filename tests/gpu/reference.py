@@ -2,7 +2,7 @@
 
 The references are NumPy, whole matrices at a time, and compile nothing: `exact` in float64,
 `native_model` and `fp8_model` with the roundings of the kernels. `tests/oracle` holds the same
-formulas row by row; `test_fwd.py` compares the two without a GPU.
+formulas row by row; `test_references.py` compares the two without a GPU.
 """
 
 from __future__ import annotations
