@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 Rows = list[dict[str, Any]]
 # Kinds of timed rows. FLOPs: 4, 10 and 14 times batch * heads * seqlen_q * seqlen_k * head_dim.
+# Rows of these kinds that name no regime are steps over several devices, which no table here shows.
 TIMED = {
     "fwd": "the forward pass",
     "bwd": "the backward pass alone",
@@ -122,7 +123,7 @@ def short(meta: dict[str, Any], rows: Rows) -> str:
         kind: [
             r
             for r in rows
-            if r["kind"] == kind and r["regime"] == "sustained" and r["seqlen_q"] == 8192
+            if r["kind"] == kind and r.get("regime") == "sustained" and r["seqlen_q"] == 8192
         ]
         for kind in TIMED
     }
@@ -154,7 +155,7 @@ def full(meta: dict[str, Any], rows: Rows) -> str:
     """For benchmarks/README.md: everything."""
     parts = [source_line(meta), f"Command: `{meta.get('command', 'unknown')}`."]
     for kind, regime in itertools.product(TIMED, ("sustained", "burst")):
-        timed = [r for r in rows if r["kind"] == kind and r["regime"] == regime]
+        timed = [r for r in rows if r["kind"] == kind and r.get("regime") == regime]
         if timed:
             parts += [
                 f"TFLOP/s of {TIMED[kind]}, {regime} (causal counts half):",
