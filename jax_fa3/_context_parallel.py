@@ -254,6 +254,8 @@ def _place_on_axis(axis_name: Any) -> tuple[int, jax.Array]:
             f"{_NAME}: axis_name must be the name of a mesh axis or a tuple of names; got"
             f" {axis_name!r}."
         )
+    if len(set(names)) != len(names):
+        raise ValueError(f"{_NAME}: axis_name must name each mesh axis once; got {axis_name!r}.")
     try:
         return int(jax.lax.axis_size(axis_name)), jax.lax.axis_index(axis_name)
     except NameError as error:

@@ -137,8 +137,11 @@ def sent(fn: Callable[..., Any], *args: Any) -> list[tuple[list[str], int]]:
 
 
 class TestValues:
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    @pytest.mark.parametrize(
+        ("layout", "is_causal"),
+        [("contiguous", False), ("contiguous", True), ("zigzag", True)],
+        ids=["full", "causal", "zigzag"],
+    )
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_two_devices(self, strategy: str, layout: str, is_causal: bool) -> None:
         args = inputs(**SIZES, seqlen_q=12, seqlen_k=12)
@@ -168,17 +171,16 @@ class TestValues:
         def local(*args: Any) -> Any:
             return jax_fa3.context_parallel_attention(*args, axis_name="cp", precision="native")
 
-        fn = jax.shard_map(local, mesh=mesh_of(2), in_specs=(P("cp"),) * 3, out_specs=P("cp"))
-        # Not under jit on purpose.
+        # One axis of two, not under jit on purpose: no shape may come from the number of devices.
+        fn = jax.shard_map(local, mesh=mesh_of(2, 2), in_specs=(P("cp"),) * 3, out_specs=P("cp"))
         assert_close(fn(*args), single(False)(*args)[0], EXACT)
 
-    def test_one_axis_of_two_with_and_without_jit(self) -> None:
-        """No shape may come from the number of all devices."""
-        args = inputs(**SIZES, seqlen_q=8, seqlen_k=8)
-        fn = parallel(mesh_of(2, 2), batch="dp", layout="zigzag", is_causal=True)
-        eager, compiled = natural(fn, "zigzag", 2), jax.jit(natural(fn, "zigzag", 2))
-        assert_close(eager(*args), single(True)(*args), EXACT)
-        assert_close(compiled(*args), single(True)(*args), EXACT)
+    @pytest.mark.parametrize("shape", [(2, 2), (2, 3)])
+    def test_one_axis_of_two(self, shape: tuple[int, int]) -> None:
+        """Also of an odd size, on a part of the devices."""
+        args = inputs(**SIZES, seqlen_q=12, seqlen_k=12)
+        fn = parallel(mesh_of(*shape), batch="dp", layout="zigzag", is_causal=True)
+        assert_close(jax.jit(natural(fn, "zigzag", shape[1]))(*args), single(True)(*args), EXACT)
 
     def test_two_axes_as_one_and_checks_off(self) -> None:
         args = inputs(**SIZES, seqlen_q=8, seqlen_k=8)
@@ -420,6 +422,10 @@ class TestRefusals:
             jax.eval_shape(fn, args[0])
         with pytest.raises(TypeError, match=r"axis_name must be the name .*; got 3\."):
             call(3)
+        with pytest.raises(
+            ValueError, match=r"axis_name must name each mesh axis once; got \('cp',"
+        ):
+            call(("cp", "cp"))
 
     def test_sizes(self) -> None:
         self.refuse(
