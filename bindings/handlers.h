@@ -7,6 +7,7 @@ namespace jax_fa3 {
 
 extern XLA_FFI_Handler* const kQuantizeHandler;
 extern XLA_FFI_Handler* const kDequantizeHandler;
+extern XLA_FFI_Handler* const kUnrotateHandler;
 extern XLA_FFI_Handler* const kFwdFp8Handler;
 extern XLA_FFI_Handler* const kFwdHandler;
 extern XLA_FFI_Handler* const kBwdHandler;

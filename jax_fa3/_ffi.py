@@ -8,7 +8,7 @@ Targets of one forward pass:
   precision="fp8"     jax_fa3_quantize (images and their factors), then jax_fa3_fwd_fp8
   precision="native"  jax_fa3_fwd
 and of one backward pass:
-  precision="fp8"     jax_fa3_quantize again, jax_fa3_dequantize, then jax_fa3_bwd
+  precision="fp8"     jax_fa3_quantize again, jax_fa3_dequantize, jax_fa3_bwd, jax_fa3_unrotate
   precision="native"  jax_fa3_bwd
 """
 
@@ -31,7 +31,15 @@ TARGET_DEQUANTIZE: Final = "jax_fa3_dequantize"
 TARGET_FWD_FP8: Final = "jax_fa3_fwd_fp8"
 TARGET_FWD: Final = "jax_fa3_fwd"
 TARGET_BWD: Final = "jax_fa3_bwd"
-TARGETS: Final = (TARGET_QUANTIZE, TARGET_DEQUANTIZE, TARGET_FWD_FP8, TARGET_FWD, TARGET_BWD)
+TARGET_UNROTATE: Final = "jax_fa3_unrotate"
+TARGETS: Final = (
+    TARGET_QUANTIZE,
+    TARGET_DEQUANTIZE,
+    TARGET_FWD_FP8,
+    TARGET_FWD,
+    TARGET_BWD,
+    TARGET_UNROTATE,
+)
 
 # Row granularity of the images: queries are padded to 64 rows, keys to whole granules of 128.
 PAD_Q: Final = 64
@@ -41,7 +49,7 @@ PAD_K: Final = 128
 _PAD_BWD: Final = 128
 _ROWS_PER_PART: Final = 64
 # Keys per partial of the channel statistics; one slot more holds their total.
-_KEYS_PER_CHUNK: Final = 512
+_KEYS_PER_CHUNK: Final = 256
 # Scratch of the forward kernels: the counter from which CTAs take their tiles.
 _TILE_COUNTER: Final = ((1,), jnp.int32)
 
@@ -233,24 +241,14 @@ def fwd_native(
     return out, logsumexp
 
 
-def rotated_order(head_dim: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Which coordinate of a rotated row stands at each place of an image row (and of dequantised
-    query and key): int64 [head_dim]. See cuda/quantize/rotation.h."""
-    lanes = head_dim // 16
-    coordinate = np.arange(head_dim)
-    place = coordinate % 4 + coordinate // (4 * lanes) * 4 + coordinate // 4 % lanes * 16
-    return np.argsort(place)
-
-
 def dequantize_operands(
     images: Images, *, seqlen_q: int, seqlen_k: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What `fwd_fp8` multiplies, as bfloat16 arrays.
 
     Returns: query [batch, seqlen_q, num_heads_q, head_dim] in log2 units, so that query @ key^T are
-    the logits less q_shift, and its coordinates (like those of key) in `rotated_order` after a
-    rotation; key and value [batch, seqlen_k, num_heads_kv, head_dim]. Query and key are exact,
-    value is rounded.
+    the logits less q_shift; key and value [batch, seqlen_k, num_heads_kv, head_dim]. Query and key
+    are exact, and stay rotated; value is rounded.
     """
     batch, num_heads_q, _, head_dim = images.q_image.shape
     num_heads_kv = images.k_image.shape[1]
@@ -322,6 +320,34 @@ def bwd(
     return dquery, dkey, dvalue, jnp.sum(scale_grads, axis=(1, 2))
 
 
+def unrotate(
+    dquery: jax.Array,
+    dkey: jax.Array,
+    softmax_scale: jax.Array,
+    key_mean: jax.Array,
+    row_sums: jax.Array,
+    *,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of query and key from those of the rotated arrays of `dequantize_operands`.
+
+    Args:
+      dquery: bfloat16 [batch, seqlen_q, num_heads_q, head_dim].
+      dkey: bfloat16 [batch, seqlen_k, num_heads_kv, head_dim].
+      softmax_scale: f32 [].
+      key_mean: f32 [batch, num_heads_kv, head_dim], what smoothing took from the keys; else zeros.
+      row_sums: f32 [batch, num_heads_q, seqlen_q], sums of the gradients of each row's logits.
+      dtype: bfloat16 or float16, of the results.
+    Returns: both gradients, shaped as they came.
+    """
+    grads = _call(
+        TARGET_UNROTATE,
+        [(dquery.shape, dtype), (dkey.shape, dtype)],
+        (dquery, dkey, softmax_scale, key_mean, row_sums),
+    )
+    return grads[0], grads[1]
+
+
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -349,8 +375,8 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What `jax.export.export` needs as disabled_checks to accept this package's custom calls.
 
     Exported programs name the targets "jax_fa3_quantize", "jax_fa3_dequantize", "jax_fa3_fwd_fp8",
-    "jax_fa3_fwd" and "jax_fa3_bwd"; load them in a process that has imported a jax_fa3 with the
-    same targets.
+    "jax_fa3_fwd", "jax_fa3_bwd" and "jax_fa3_unrotate"; load them in a process that has imported a
+    jax_fa3 with the same targets.
 
     Returns: one check for each target.
     """

@@ -6,15 +6,13 @@ rotation of query, a rotation and a mean of key) is linear and undone here.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_fa3 import _fp8_model
-
-Order = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class InputGradients(NamedTuple):
@@ -30,7 +28,7 @@ def of_inputs(
     dkey: jax.Array,
     *,
     softmax_scale: jax.Array,
-    order: Order | None,
+    rotated: bool,
     key_mean: jax.Array | None,
     row_sums: jax.Array,
     query: jax.Array | None,
@@ -40,8 +38,7 @@ def of_inputs(
     Args:
       dquery, dkey: of the quantised query (in log2 units) and key, natural layout.
       softmax_scale: f32 [].
-      order: coordinates of a rotated row in the order in which dquery and dkey have them; None
-        without a rotation.
+      rotated: whether query and key were rotated.
       key_mean: f32 [batch, num_heads_kv, head_dim], what was taken from key; None for nothing. Each
         logit holds query . key_mean as well.
       row_sums: f32 [batch, num_heads_q, seqlen_q], each row's sum of the gradients of its natural
@@ -50,9 +47,9 @@ def of_inputs(
     """
     # d query / factor: factor multiplies query in the logits, which are linear in it.
     per_factor = dquery.astype(jnp.float32)
-    if order is not None:
-        per_factor = _rotate_back(dquery, order) / np.float32(dquery.shape[-1])
-        dkey = _rotate_back(dkey, order)
+    if rotated:
+        per_factor = _rotate_back(dquery) / np.float32(dquery.shape[-1])
+        dkey = _rotate_back(dkey)
     if key_mean is not None:
         mean = jnp.repeat(key_mean, dquery.shape[2] // key_mean.shape[1], axis=1)
         weight = row_sums * np.float32(1 / _fp8_model.LOG2_E)
@@ -65,9 +62,9 @@ def of_inputs(
     return InputGradients(per_factor * factor, dkey.astype(jnp.float32), dscale)
 
 
-def _rotate_back(x: jax.Array, order: Order) -> jax.Array:
+def _rotate_back(x: jax.Array) -> jax.Array:
     """Transpose of the rotation on the last axis, as one product; float32."""
     matrix = _fp8_model.hadamard(jnp.eye(x.shape[-1], dtype=jnp.float32))  # +1 and -1
-    matrix = matrix[:, order].astype(x.dtype)
-    rotated: jax.Array = jnp.einsum("...j,ij->...i", x, matrix, preferred_element_type=jnp.float32)
-    return rotated
+    matrix = matrix.astype(x.dtype)
+    back: jax.Array = jnp.einsum("...j,ij->...i", x, matrix, preferred_element_type=jnp.float32)
+    return back

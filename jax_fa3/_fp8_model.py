@@ -27,6 +27,10 @@ from jax_fa3._shapes import Config, Dims, Operands, dims_of, is_float8, uses_had
 LOG2_E = math.log2(math.e)
 # Rows of query and key that share a factor with granularity "block".
 BLOCK = 128
+# Smoothing takes the mean of every _KEY_SAMPLE-th key from a sequence longer than _SHORT_SEQLEN.
+_KEY_SAMPLE, _SHORT_SEQLEN = 8, 1024
+# Stages of the rotation.
+_ROTATION_BITS = (0, 3, 4, 1, 2, 5, 6, 7)
 # Fixed signs of the rotation, bit d for coordinate d, least significant word first.
 _SIGN_WORDS = (0x9E3779B97F4A7C15, 0xF39CC0605CEDC834, 0x1082276BF3A27251, 0xF86C6A11D0C18E95)
 
@@ -171,25 +175,18 @@ def finite_part(x: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.where(finite, wide, 0.0), ~jnp.all(finite, axis=-1)
 
 
-def key_mean(key: Any) -> jax.Array:
-    """What smoothing takes from [batch, seqlen_k, num_heads_kv, head_dim] keys without padding:
-    float32 [batch, num_heads_kv, head_dim]; non-finite numbers count as 0."""
-    return _mean(finite_part(key)[0], None)
-
-
 def hadamard(x: jax.Array) -> jax.Array:
-    """Signs, then the unnormalised Sylvester transform of the last axis, lowest index bit first.
+    """Signs, then the unnormalised Sylvester transform of the last axis.
 
-    Float32 additions in the kernel's order, so that both give the same bits.
+    Float32 additions in the kernel's order of the index bits: the first four are one product of its
+    tensor cores, which may cut off other last bits of a sum than float32 does.
     """
     head_dim = x.shape[-1]
     y = x * hadamard_signs(head_dim)
-    half = 1
-    while half < head_dim:
+    for half in (1 << bit for bit in _ROTATION_BITS if 1 << bit < head_dim):
         pairs = y.reshape(*x.shape[:-1], head_dim // (2 * half), 2, half)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         y = jnp.stack([a + b, a - b], axis=-2).reshape(x.shape)
-        half *= 2
     return y
 
 
@@ -207,34 +204,37 @@ def _prepare(operands: Operands, config: Config, dims: Dims) -> _Prepared:
     valid = _masks.key_valid(operands, dims)
     factor = logits_factor(operands)
     query_factor = _per_query_head(factor, dims)[:, None, :, None]
-    query_shift = None
+    query_shift = mean = None
     if quantization.smooth_key and not is_float8(operands.key):
-        key_mean = _mean(key, valid)
+        mean = _sampled_mean(operands.key, valid)
         query_shift = jnp.einsum(
             "bqhgd,bhd->bhgq",
             (query * query_factor).reshape(
                 dims.batch, dims.seqlen_q, dims.num_heads_kv, -1, dims.head_dim
             ),
-            key_mean,
+            mean,
             precision=jax.lax.Precision.HIGHEST,
         ).reshape(dims.batch, dims.num_heads_q, dims.seqlen_q)
-        key = key - key_mean[:, None]
     value_mean = None
     value_factor = operands.value_descale
     if quantization.center_value and not is_float8(operands.value):
         value_mean = _mean(value, valid)
         value = value - value_mean[:, None]
+    rotates = uses_hadamard(config, operands.query, operands.key)
+    if rotates:
+        query = jnp.where(query_bad[..., None], 0.0, query)
+        query = hadamard(query) * (query_factor / dims.head_dim)
+        key = hadamard(key)
+    elif not is_float8(operands.query):
+        query = query * query_factor
+    if mean is not None:
+        key = key - (hadamard(mean) if rotates else mean)[:, None]
+    # A rotated row with a non-finite number is non-finite throughout: it counts as 0.
+    key = jnp.where(key_bad[..., None], 0.0, key) if rotates else key
     if valid is not None:
         # Padding may hold anything; it must not set a scale nor meet a zero gradient as infinity.
         key = jnp.where(valid[..., None], key, 0.0)
         value = jnp.where(valid[..., None], value, 0.0)
-    if uses_hadamard(config, operands.query, operands.key):
-        query = jnp.where(query_bad[..., None], 0.0, query)
-        query = hadamard(query) * (query_factor / dims.head_dim)
-        # A rotated row with a non-finite number is non-finite throughout: it counts as 0.
-        key = jnp.where(key_bad[..., None], 0.0, hadamard(key))
-    elif not is_float8(operands.query):
-        query = query * query_factor
     # The derivative of the (discrete) choice of non-finite values is 0: bad rows stop here.
     value = jnp.where(jnp.isfinite(operands.value.astype(jnp.float32)), value, 0.0)
     return _Prepared(
@@ -312,6 +312,20 @@ def _corrected_mean(
     finite = jnp.isfinite(operands.value.astype(jnp.float32))
     value = jnp.where(finite, value, -prepared.value_mean[:, None])
     return prepared.value_mean - _mean(value, _masks.key_valid(operands, dims))
+
+
+def key_mean(key: Any) -> jax.Array:
+    """What smoothing takes from [batch, seqlen_k, num_heads_kv, head_dim] keys without padding:
+    float32 [batch, num_heads_kv, head_dim]; non-finite numbers count as 0."""
+    return _sampled_mean(key, None)
+
+
+def _sampled_mean(key: Any, valid: jax.Array | None) -> jax.Array:
+    """Any vector leaves softmax as it is, so long sequences are sampled."""
+    if key.shape[1] > _SHORT_SEQLEN:
+        key = key[:, ::_KEY_SAMPLE]
+        valid = valid if valid is None or valid.shape[1] == 1 else valid[:, ::_KEY_SAMPLE]
+    return _mean(finite_part(key)[0], valid)
 
 
 def _mean(x: jax.Array, valid: jax.Array | None) -> jax.Array:

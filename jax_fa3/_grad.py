@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _compat, _ffi, _fp8_grad, _local, _reference, _shapes
+from jax_fa3 import _compat, _ffi, _fp8_grad, _fp8_model, _local, _reference, _shapes
 from jax_fa3._local import Call
 from jax_fa3._merge import cotangents_of_part
 from jax_fa3._shapes import Config, Operands
@@ -208,7 +208,7 @@ def _fp8(
     """
     config = call.config
     query, key, value = operands.query, operands.key, operands.value
-    seqlen_q, _, head_dim = query.shape[1:]
+    seqlen_q = query.shape[1]
     images = _local.quantize(operands, config)
     quantised = _ffi.dequantize_operands(images, seqlen_q=seqlen_q, seqlen_k=key.shape[1])
     dquery, dkey, dvalue = by_quantised(
@@ -218,22 +218,30 @@ def _fp8(
         is_causal=config.is_causal,
         bottom_right=config.causal_alignment == "bottom_right",
     )
-    mean = None
-    if config.quantization.smooth_key:
-        mean = jnp.mean(key.astype(jnp.float32), axis=1)
+    mean = _fp8_model.key_mean(key) if config.quantization.smooth_key else None
+    row_sums = jnp.where(jnp.isfinite(results.logsumexp), results.dlogsumexp, 0.0)
+    dvalue = dvalue.astype(value.dtype)
+    rotated = _shapes.uses_hadamard(config, query, key)
+    if rotated and call.constant_scale:
+        if mean is None:
+            mean = jnp.zeros((key.shape[0], *key.shape[2:]), jnp.float32)
+        dquery, dkey = _ffi.unrotate(
+            dquery, dkey, operands.softmax_scale, mean, row_sums, dtype=query.dtype
+        )
+        return dquery, dkey, dvalue, jnp.zeros(query.shape[0], jnp.float32)
     grads = _fp8_grad.of_inputs(
         dquery,
         dkey,
         softmax_scale=operands.softmax_scale,
-        order=_ffi.rotated_order(head_dim) if _shapes.uses_hadamard(config, query, key) else None,
+        rotated=rotated,
         key_mean=mean,
-        row_sums=jnp.where(jnp.isfinite(results.logsumexp), results.dlogsumexp, 0.0),
+        row_sums=row_sums,
         query=None if call.constant_scale else query,
     )
     return (
         grads.dquery.astype(query.dtype),
         grads.dkey.astype(key.dtype),
-        dvalue.astype(value.dtype),
+        dvalue,
         jnp.zeros(query.shape[0], jnp.float32) if grads.dscale is None else grads.dscale,
     )
 

@@ -14,13 +14,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_batching import custom_vmap
 
 from jax_fa3 import (
     _compat,
     _ffi,
-    _fp8_grad,
     _fp8_model,
     _grad,
     _local,
@@ -60,13 +58,6 @@ class Form:
     def paddings(self) -> tuple[int, int]:
         """Rows of query and keys are padded to multiples of these."""
         return (_ffi.PAD_Q, _ffi.PAD_K) if self.path == "cuda" else (1, 1)
-
-    def order(self, head_dim: int) -> _fp8_grad.Order | None:
-        """Coordinates of a rotated row in the order in which gradients have them; None without a
-        rotation."""
-        if not self.rotated:
-            return None
-        return _ffi.rotated_order(head_dim) if self.path == "cuda" else np.arange(head_dim)
 
 
 def quantize(form: Form, query: Any, key: Any, value: Any, softmax_scale: Any) -> Images:
@@ -121,11 +112,10 @@ def backward(
 
     offset: f32 [batch, num_heads_kv, head_dim]: the gradient of query is that for keys this much
       larger, while the logits are those of images; None for nothing.
-    Returns: dquery, dkey, dvalue; float32, natural layout, see `Form.order`.
+    Returns: dquery, dkey, dvalue; float32, natural layout, the first two still rotated.
     """
     rest = (*results, *(() if offset is None else (offset,)))
     count, seqlen_q = len(images), results.out.shape[1]
-    order = form.order(images.k_image.shape[-1])
 
     def split(arrays: Arrays) -> tuple[Images, Results, jax.Array | None]:
         own, last = arrays[: count + 4], arrays[count + 4 :]
@@ -139,7 +129,6 @@ def backward(
         query, key, value = _ffi.dequantize_operands(images, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
         shift = images.q_shift[:, :, :seqlen_q]
         if moved is not None:
-            moved = moved if order is None else moved[..., order]
             key = (key + moved[:, None]).astype(key.dtype)
             shift -= row_products(query, moved)
         grads = _grad.by_quantised(
@@ -167,8 +156,6 @@ def backward(
 
         part, pull = jax.vjp(run, whole.query, whole.key, whole.value)
         dquery, dkey, dvalue = pull(cotangents_of_part(part, *results))
-        if order is not None:
-            dquery, dkey = dquery[..., order], dkey[..., order]
         return dquery, dkey, dvalue
 
     dims = images.k_image.shape[-1], images.v_descale.shape[-1]

@@ -250,7 +250,7 @@ class Float8:
             total.rows,
             dkey,
             softmax_scale=scale,
-            order=self.form.order(dkey.shape[-1]),
+            rotated=self.form.rotated,
             key_mean=rows.key_mean,
             row_sums=jnp.where(jnp.isfinite(whole.logsumexp), whole.dlogsumexp, 0.0),
             query=None if self.constant_scale else rows.query,

@@ -96,6 +96,13 @@ RULES = (
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA", "HGMMA"),
     ),
     Rule(
+        family="rotation",  # multiplies by a Hadamard matrix, a product too small for wgmma
+        pattern=r"fa3(::|8)(quantize|unrotate)[<I]",
+        at_least=12,
+        required=(("HMMA",),),
+        forbidden=(*SPILLS, "IMMA", "QMMA", "QGMMA", "HGMMA"),
+    ),
+    Rule(
         family="quantize",
         pattern=r"[Qq]uantize",
         at_least=1,

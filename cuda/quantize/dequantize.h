@@ -25,15 +25,16 @@ struct DequantizeParams {
   int seqlen_k;
   int num_heads_q;
   int num_heads_kv;
-  int head_dim;  // a multiple of 16
+  int head_dim;  // 64, 128 or 256
 
-  // bfloat16. q and k are exact (their factors are powers of two), v is rounded.
+  // bfloat16, coordinates in their order; q and k stay rotated. q and k are exact (their factors are
+  // powers of two), v is rounded.
   void* q;  // [batch, seqlen_q, num_heads_q, head_dim]: code * q_descale
   void* k;  // [batch, seqlen_k, num_heads_kv, head_dim]: code * k_descale
   void* v;  // like k: code * v_descale + v_mean
 };
 
-// Three kernels on `stream`. cudaErrorInvalidValue: a size below 1 or too many blocks.
+// One kernel on `stream`. cudaErrorInvalidValue: a size below 1, another head_dim, or too many blocks.
 cudaError_t launch_dequantize(const DequantizeParams& params, cudaStream_t stream);
 
 }  // namespace jax_fa3

@@ -1,15 +1,16 @@
-// The kernels of the inverse of the quantiser.
+// The kernel of the inverse of the quantiser.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include "../common/layout.h"
+#include "dequantize.h"
 #include "numerics.h"
+#include "rotation.h"
 
 namespace jax_fa3 {
 
 inline constexpr int kDequantizeThreads = 256;
-inline constexpr int kMaxHeadDim = 256;
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -18,70 +19,130 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return bits;
 }
 
-// Four codes to four bfloat16: code * scale + shift.
-__device__ __forceinline__ uint2 dequantize_four(uint32_t codes, ElementKind kind,
-                                                 const float (&scale)[4], const float (&shift)[4]) {
-  const uint32_t low = widen_pair(codes, kind), high = widen_pair(codes >> 16, kind);
-  return uint2{pack_bf16(fmaf(pair_low(low, false), scale[0], shift[0]),
-                         fmaf(pair_high(low, false), scale[1], shift[1])),
-               pack_bf16(fmaf(pair_low(high, false), scale[2], shift[2]),
-                         fmaf(pair_high(high, false), scale[3], shift[3]))};
-}
+// Grid: one block per granule of 128 rows of one head, for q, then k, then v.
+struct DequantizeGrid {
+  int q_blocks, k_blocks;  // v has as many as k
+  int q_tiles, granules;   // of one head
 
-// A row image [batch, heads, rows, head_dim] to [batch, seqlen, heads, head_dim]; a thread takes 16
-// codes. The image holds
-// groups of `group_rows` rows; descale has one factor for every `rows_per_descale` rows.
-__global__ void __launch_bounds__(kDequantizeThreads)
-    dequantize_rows_kernel(const uint8_t* image, const float* descale, int rows_per_descale,
-                           int group_rows, ElementKind kind, int64_t num_chunks, int seqlen,
-                           int rows, int heads, int head_dim, uint4* out) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kDequantizeThreads + threadIdx.x;
-  if (index >= num_chunks) return;
-  const int chunks = head_dim / 16;
-  const int chunk = static_cast<int>(index % chunks);  // index runs over `out`
-  const int64_t flat = index / chunks;
-  const int head = static_cast<int>(flat % heads);
-  const int row = static_cast<int>(flat / heads % seqlen);
-  const int64_t image_row = (flat / heads / seqlen * heads + head) * rows + row;
-  const uint4 codes = __ldg(reinterpret_cast<const uint4*>(
-      image + row_image_offset(head_dim, group_rows, image_row, chunk * 16)));
-  const float factor = __ldg(descale + image_row / rows_per_descale);
-  const float scale[4] = {factor, factor, factor, factor}, shift[4] = {};
-  const uint2 a = dequantize_four(codes.x, kind, scale, shift),
-              b = dequantize_four(codes.y, kind, scale, shift),
-              c = dequantize_four(codes.z, kind, scale, shift),
-              d = dequantize_four(codes.w, kind, scale, shift);
-  out[2 * index] = uint4{a.x, a.y, b.x, b.y};
-  out[2 * index + 1] = uint4{c.x, c.y, d.x, d.y};
-}
+  explicit DequantizeGrid(const DequantizeParams& p)
+      : q_tiles(static_cast<int>(round_up(p.seqlen_q, kGranule) / kGranule)),
+        granules(static_cast<int>(round_up(p.seqlen_k, kGranule) / kGranule)) {
+    q_blocks = p.batch * p.num_heads_q * q_tiles;
+    k_blocks = p.batch * p.num_heads_kv * granules;
+  }
+};
 
-// One granule of the value image, turned through shared memory; a thread takes one key.
-__global__ void __launch_bounds__(kGranule)
-    dequantize_values_kernel(const uint8_t* image, const float* descale, const float* mean,
-                             ElementKind kind, int seqlen, int granules, int heads, int head_dim,
-                             uint2* out) {
-  __shared__ __align__(16) uint8_t tile[kMaxHeadDim * kGranule];
-  const int64_t flat_head = blockIdx.x / granules;
-  const int granule = blockIdx.x % granules;
-  const uint4* source = reinterpret_cast<const uint4*>(image + static_cast<int64_t>(blockIdx.x) *
-                                                                   head_dim * kGranule);
-  for (int i = threadIdx.x; i < head_dim * kGranule / 16; i += kGranule)
-    reinterpret_cast<uint4*>(tile)[i] = __ldg(source + i);
-  __syncthreads();
-  const int key = granule * kGranule + threadIdx.x;
-  if (key >= seqlen) return;
-  const int64_t batch = flat_head / heads;
-  const int64_t position = (batch * seqlen + key) * heads + flat_head % heads;
-  for (int channel = 0; channel < head_dim; channel += 4) {
-    uint32_t codes = 0;
-    float scale[4], shift[4];
+// 128 rows of a q_image or k_image. Lane t of a quad takes the codes 64 m + 16 t.. of a row, which are the
+// coordinates 64 m + 8 t.. and 64 m + 32 + 8 t.. (rotation.h: image_position). The image holds groups of
+// kGroupRows rows; `descale` has one factor for every `rows_per_descale` rows. `image`, `descale` and
+// `out` start at the first row, of `num_rows`.
+template <int kHeadDim, int kGroupRows>
+__device__ __forceinline__ void dequantize_rows(const uint8_t* image, const float* descale,
+                                                int rows_per_descale, ElementKind kind,
+                                                int num_rows, int row_elements, uint16_t* out) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      codes |= static_cast<uint32_t>(tile[value_image_offset(channel + i, threadIdx.x)]) << 8 * i;
-      scale[i] = __ldg(descale + flat_head * head_dim + channel + i);
-      shift[i] = __ldg(mean + flat_head * head_dim + channel + i);
+  for (int pass = 0; pass < kGranule * 4 / kDequantizeThreads; ++pass) {
+    const int row = static_cast<int>(threadIdx.x) / 4 + pass * (kDequantizeThreads / 4);
+    if (row >= num_rows) return;
+    const float scale = __ldg(descale + row / rows_per_descale);
+#pragma unroll
+    for (int m = 0; m < kHeadDim / 64; ++m) {
+      const int64_t offset = row_image_offset(kHeadDim, kGroupRows, row, 64 * m + 16 * t);
+      const uint4 codes = __ldg(reinterpret_cast<const uint4*>(image + offset));
+      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+      uint32_t pairs[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t pair = widen_pair(words[i / 2] >> 16 * (i % 2), kind);
+        pairs[i] = pack_bf16(pair_low(pair, false) * scale, pair_high(pair, false) * scale);
+      }
+      uint4* place =
+          reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * row_elements + 64 * m + 8 * t);
+      place[0] = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+      place[4] = uint4{pairs[4], pairs[5], pairs[6], pairs[7]};
     }
-    out[(position * head_dim + channel) / 4] = dequantize_four(codes, kind, scale, shift);
+  }
+}
+
+// A granule of the v_image [head_dim][128], turned back in registers: a thread takes 8 channels of 8 keys,
+// as in quantize_values.cuh, which are 8 bytes of each channel.
+template <int kHeadDim>
+__device__ __forceinline__ void dequantize_values(const uint8_t* image, const float* descale,
+                                                  const float* mean, ElementKind kind, int num_keys,
+                                                  int row_elements, uint16_t* out) {
+  constexpr int kWarps = kDequantizeThreads / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int t = lane % 4;
+  // A warp takes 32 keys of 64 channels.
+  for (int part = warp; part < 4 * (kHeadDim / 64); part += kWarps) {
+    const int channel = part / 4 * 64 + lane / 4 * 8;
+    const int key = part % 4 * 32 + t / 2 * 16 + t % 2 * 4;  // and its next three, and those + 8
+    uint2 codes[8];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      codes[c] = __ldg(reinterpret_cast<const uint2*>(
+          image + value_image_offset(channel + c, key & ~15) + t % 2 * 8));
+    }
+    uint32_t pairs[8][4];  // [key][two channels]
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 scale = __ldg(reinterpret_cast<const float2*>(descale + channel) + w);
+      const float2 shift = __ldg(reinterpret_cast<const float2*>(mean + channel) + w);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // two keys each, in the order of a channel's bytes
+        const int front = i / 2 * 2 + i % 2 * 4;
+        const uint2 a = codes[2 * w], b = codes[2 * w + 1];
+        const uint32_t even = widen_pair((i < 2 ? a.x : a.y) >> 16 * (i % 2), kind);
+        const uint32_t odd = widen_pair((i < 2 ? b.x : b.y) >> 16 * (i % 2), kind);
+        pairs[front][w] = pack_bf16(fmaf(pair_low(even, false), scale.x, shift.x),
+                                    fmaf(pair_low(odd, false), scale.y, shift.y));
+        pairs[front + 1][w] = pack_bf16(fmaf(pair_high(even, false), scale.x, shift.x),
+                                        fmaf(pair_high(odd, false), scale.y, shift.y));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = key + i % 4 + i / 4 * 8;
+      if (row >= num_keys) continue;
+      *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * row_elements + channel) =
+          uint4{pairs[i][0], pairs[i][1], pairs[i][2], pairs[i][3]};
+    }
+  }
+}
+
+// dequantize: images and factors in, bfloat16 out, each once; 1 + 2 bytes an element.
+template <int kHeadDim>
+__global__ void __launch_bounds__(kDequantizeThreads)
+    dequantize(const DequantizeParams p, const DequantizeGrid grid) {
+  int index = static_cast<int>(blockIdx.x);
+  const bool is_query = index < grid.q_blocks;
+  if (!is_query) index -= grid.q_blocks;
+  const bool is_value = !is_query && index >= grid.k_blocks;
+  if (is_value) index -= grid.k_blocks;
+  const unsigned heads = static_cast<unsigned>(is_query ? p.num_heads_q : p.num_heads_kv);
+  const unsigned tiles = static_cast<unsigned>(is_query ? grid.q_tiles : grid.granules);
+  const int64_t head = static_cast<unsigned>(index) % heads;
+  const int64_t tile = static_cast<unsigned>(index) / heads % tiles;
+  const int64_t batch = static_cast<unsigned>(index) / heads / tiles;
+  const int seqlen = is_query ? p.seqlen_q : p.seqlen_k;
+  const int num_rows = static_cast<int>(seqlen - tile * kGranule);
+  const int row_elements = static_cast<int>(heads) * kHeadDim;
+  const int64_t start = (batch * seqlen + tile * kGranule) * row_elements + head * kHeadDim;
+  const int64_t flat_head = batch * heads + head;
+  const int64_t image_tile = (flat_head * tiles + tile) * kGranule * kHeadDim;
+  if (is_value) {
+    dequantize_values<kHeadDim>(p.v_image + image_tile, p.v_descale + flat_head * kHeadDim,
+                                p.v_mean + flat_head * kHeadDim, p.image_kind, num_rows,
+                                row_elements, static_cast<uint16_t*>(p.v) + start);
+  } else if (is_query) {
+    const int64_t row = flat_head * round_up(seqlen, kSlab) + tile * kGranule;
+    dequantize_rows<kHeadDim, kSlab>(p.q_image + row * kHeadDim, p.q_descale + row, 1, p.image_kind,
+                                     num_rows, row_elements, static_cast<uint16_t*>(p.q) + start);
+  } else {
+    dequantize_rows<kHeadDim, kGranule>(
+        p.k_image + image_tile, p.k_descale + flat_head * tiles + tile, kGranule, p.image_kind,
+        num_rows, row_elements, static_cast<uint16_t*>(p.k) + start);
   }
 }
 

@@ -16,6 +16,12 @@ struct QuantizeGrid {
   int finalize_threads;
   int kv_blocks;  // first blocks of the third kernel; the others are q's
   int q_blocks;
+  // What the kernels would have to divide for.
+  int granules;  // of one kv head
+  int q_tiles;   // of 128 rows, of one query head
+  int q_rows;    // of one query head in the image
+  int chunks;    // of keys in the statistics
+  int group;     // query heads of one kv head
 };
 
 // False if launch_quantize must refuse `params` (launch.h lists the reasons).
@@ -25,24 +31,31 @@ inline bool make_quantize_grid(const QuantizeParams& params, QuantizeGrid* grid)
   if (params.num_heads_q % params.num_heads_kv != 0) return false;
   if (params.head_dim != 64 && params.head_dim != 128 && params.head_dim != 256) return false;
   if (!is_float8(params.image_kind)) return false;
+  // A tile of 128 rows is less than 2 GB long.
+  if (params.num_heads_q > (INT32_MAX / kGranule - 1) / (2 * params.head_dim)) return false;
   if (params.hadamard && (is_float8(params.q_kind) || is_float8(params.k_kind))) return false;
 
   // With at most 2^31 heads and 2^24 blocks a head, no product below wraps.
   constexpr int64_t kMaxBlocks = INT32_MAX;
   const int64_t kv_heads = static_cast<int64_t>(params.batch) * params.num_heads_kv;
   const int64_t q_heads = static_cast<int64_t>(params.batch) * params.num_heads_q;
-  if (q_heads > kMaxBlocks) return false;
+  if (q_heads > kMaxBlocks || params.seqlen_q > kMaxBlocks - kSlab) return false;
   const int64_t chunks = quantize_chunks(params.seqlen_k);
   const int64_t kv_blocks = kv_heads * (round_up(params.seqlen_k, kGranule) / kGranule);
   const int64_t q_blocks = q_heads * (round_up(params.seqlen_q, kGranule) / kGranule);
-  const int64_t finalize_blocks = kv_heads * (params.head_dim / 32);
-  if (kv_blocks + q_blocks > kMaxBlocks || finalize_blocks > kMaxBlocks) return false;
+  if (kv_blocks + q_blocks > kMaxBlocks || kv_heads * chunks > kMaxBlocks) return false;
 
   grid->stats_blocks = static_cast<int>(kv_heads * chunks);
-  grid->finalize_blocks = static_cast<int>(finalize_blocks);
-  grid->finalize_threads = static_cast<int>(chunks < 32 ? chunks : 32) * 32;
+  grid->finalize_blocks = static_cast<int>(kv_heads);
+  grid->finalize_threads =
+      static_cast<int>(chunks < 1024 / params.head_dim ? chunks * params.head_dim : 1024);
   grid->kv_blocks = static_cast<int>(kv_blocks);
   grid->q_blocks = static_cast<int>(q_blocks);
+  grid->granules = static_cast<int>(round_up(params.seqlen_k, kGranule) / kGranule);
+  grid->q_tiles = static_cast<int>(round_up(params.seqlen_q, kGranule) / kGranule);
+  grid->q_rows = static_cast<int>(round_up(params.seqlen_q, kSlab));
+  grid->chunks = static_cast<int>(chunks);
+  grid->group = params.num_heads_q / params.num_heads_kv;
   return true;
 }
 

@@ -11,7 +11,13 @@ namespace jax_fa3 {
 template <int kHeadDim>
 cudaError_t launch_quantize_kernels(const QuantizeParams& params, const QuantizeGrid& grid,
                                     cudaStream_t stream) {
-  key_value_stats<kHeadDim><<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
+  const bool all_bf16 = params.q_kind == ElementKind::kBf16 &&
+                        params.k_kind == ElementKind::kBf16 && params.v_kind == ElementKind::kBf16;
+  if (all_bf16) {
+    key_value_stats<kHeadDim, true><<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
+  } else {
+    key_value_stats<kHeadDim, false><<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
+  }
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   finalize_stats<kHeadDim><<<grid.finalize_blocks, grid.finalize_threads, 0, stream>>>(params);
@@ -20,9 +26,11 @@ cudaError_t launch_quantize_kernels(const QuantizeParams& params, const Quantize
   constexpr int kThreads = QuantizeTraits<kHeadDim>::kThreads;
   const int blocks = grid.kv_blocks + grid.q_blocks;
   if (params.image_kind == ElementKind::kE5m2) {
-    quantize<kHeadDim, true><<<blocks, kThreads, 0, stream>>>(params, grid.kv_blocks);
+    quantize<kHeadDim, true, false><<<blocks, kThreads, 0, stream>>>(params, grid);
+  } else if (!all_bf16) {
+    quantize<kHeadDim, false, false><<<blocks, kThreads, 0, stream>>>(params, grid);
   } else {
-    quantize<kHeadDim, false><<<blocks, kThreads, 0, stream>>>(params, grid.kv_blocks);
+    quantize<kHeadDim, false, true><<<blocks, kThreads, 0, stream>>>(params, grid);
   }
   return cudaGetLastError();
 }

@@ -3,10 +3,12 @@
 
 #include <cstdint>
 
+#include "grid.h"
 #include "launch.h"
 #include "load.cuh"
+#include "quad.cuh"
 #include "quantize_values.cuh"
-#include "rotation.h"
+#include "rotate_rows.cuh"
 #include "stats_kernels.cuh"
 
 namespace jax_fa3 {
@@ -15,194 +17,132 @@ inline constexpr int kQuantizeRows =
     128;  // rows of a CTA: one granule of k and v, or two slabs of q
 static_assert(kQuantizeRows == kGranule && kQuantizeRows % kSlab == 0, "a CTA owns whole granules");
 
-// How a CTA's rows lie in its threads, and v in shared memory.
+// How a CTA's rows lie in its warps.
 template <int kDim>
 struct QuantizeTraits {
   static constexpr int kHeadDim = kDim;
-  static constexpr int kThreads = kHeadDim == 256 ? 512 : 256;
+  static constexpr int kThreads = kHeadDim == 64 ? 128 : 256;
+  static constexpr int kCtasPerSm = kHeadDim == 64 ? 4 : kHeadDim == 128 ? 2 : 1;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kLanes = kHeadDim / 16;  // of one row
-  static constexpr int kRowsPerPass = kThreads / kLanes;
-  static constexpr int kPasses = kQuantizeRows / kRowsPerPass;
-  static constexpr int kLog2Lanes = kLanes == 16 ? 4 : kLanes == 8 ? 3 : 2;
-  static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
-                "rows are spread over 4, 8 or 16 lanes");
+  static constexpr int kPasses = kQuantizeRows / 16 / kWarps;  // of q or k: a warp takes 16 rows
+  // Of v: a warp takes 64 channels of 32 keys.
+  static constexpr int kValuePasses = kGranule / 32 * kHeadDim / 64 / kWarps;
+  static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "whole passes");
 
-  // v goes through shared memory in parts of at most 128 channels (48 KB hold no more).
-  // Byte of a part's v (key, channel), 16-bit values. 16 bytes of skew per 16 keys: the 8 groups x
-  // 4 channel pairs that a warp reads at once lie in 32 different banks.
-  static constexpr int kPartChannels = kHeadDim < 128 ? kHeadDim : 128;
-  static constexpr int kParts = kHeadDim / kPartChannels;
-  static constexpr int kValueSmemBytes = kGranule * kPartChannels * 2 + kGranule / 16 * 16;
-  FA3_HOST_DEVICE static constexpr int value_smem_offset(int key, int channel) {
-    return (key * kPartChannels + channel) * 2 + key / 16 * 16;
+  // First row of a warp's pass.
+  __device__ __forceinline__ static int first_row(int pass) {
+    return (pass * kWarps + static_cast<int>(threadIdx.x) / 32) * 16;
   }
 };
 
-// Stages of the rotation on lane bits kBit.. of a row's lanes.
-template <int kBit, int kLog2Lanes>
-__device__ __forceinline__ void lane_stages(float (&x)[16], int lane) {
-  if constexpr (kBit < kLog2Lanes) {
-    const bool upper = (lane >> kBit & 1) != 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      complete_pair(x, i, upper,
-                    __shfl_xor_sync(0xffffffffu, traded_value(x, i, upper), 1 << kBit));
-    }
-    lane_stages<kBit + 1, kLog2Lanes>(x, lane);
-  }
-}
-
-// The butterfly over a row, index bits in ascending order.
+// What the warps of a CTA share.
 template <typename Traits>
-__device__ __forceinline__ void rotate(float (&x)[16], int lane) {
-  register_stage<0>(x);
-  register_stage<1>(x);
-  register_stage<2>(x);
-  lane_stages<0, Traits::kLog2Lanes>(x, lane);
-  register_stage<3>(x);
-}
+struct QuantizeSmem {
+  alignas(16) float k_mean[Traits::kHeadDim];  // in image order
+  float amax[Traits::kWarps];                  // of k
+  float code_sums[kGranule / 32]
+                 [Traits::kHeadDim];  // of v, over 32 keys each; then for correct_v_mean
+  uint32_t bad_keys[kGranule];        // written only if v holds a NaN or Inf
 
-// Whether any lane of this thread's row says so.
-template <int kLanes>
-__device__ __forceinline__ bool row_any(bool value) {
-  const uint32_t votes = __ballot_sync(0xffffffffu, value);
-  const int row_start = static_cast<int>(threadIdx.x) % 32 / kLanes * kLanes;
-  return (votes >> row_start & ((1u << kLanes) - 1)) != 0;
-}
-
-// Sixteen values times `multiplier` as 16 codes, to the lane's place in row `row` of one head's
-// image.
-template <int kHeadDim, int kGroupRows, bool kE5m2>
-__device__ __forceinline__ void store_codes(uint8_t* image, int64_t row, int lane,
-                                            const float (&y)[16], float multiplier, bool all_nan,
-                                            bool all_zero) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    words[i] = cast_four<kE5m2>(y[4 * i] * multiplier, y[4 * i + 1] * multiplier,
-                                y[4 * i + 2] * multiplier, y[4 * i + 3] * multiplier);
-    words[i] = all_zero ? 0u : all_nan ? kNanCodes : words[i];
-  }
-  *reinterpret_cast<uint4*>(image + row_image_offset(kHeadDim, kGroupRows, row, 16 * lane)) =
-      uint4{words[0], words[1], words[2], words[3]};
-}
-
-// What a thread knows about the columns of its 16 registers: signs of the rotation, and the key
-// mean with those signs.
-// NOTE: the signs go onto the 16-bit values as they lie in memory, so the mean must carry them too.
-template <typename Traits>
-struct Columns {
-  int first, second;
-  uint32_t signs[8];
-  float mean[16];
-
-  __device__ __forceinline__ Columns(const float* k_mean, int lane, bool hadamard)
-      : first(first_column(lane, hadamard)),
-        second(second_column(Traits::kHeadDim, lane, hadamard)) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int column = (i < 4 ? first : second) + 2 * (i & 3);
-      signs[i] = hadamard ? pair_sign_mask(column) : 0u;
-      const float2 pair =
-          k_mean ? *reinterpret_cast<const float2*>(k_mean + column) : float2{0.0f, 0.0f};
-      mean[2 * i] = bits_float(float_bits(pair.x) ^ signs[i] << 16);
-      mean[2 * i + 1] = bits_float(float_bits(pair.y) ^ (signs[i] & 0x80000000u));
-    }
-  }
-
-  // The row with its signs, in float32.
-  __device__ __forceinline__ void unpack(float (&x)[16], const uint32_t (&words)[8],
-                                         bool is_bf16) const {
-    if (is_bf16) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        x[2 * i] = pair_low(words[i] ^ signs[i], true);
-        x[2 * i + 1] = pair_high(words[i] ^ signs[i], true);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        x[2 * i] = pair_low(words[i] ^ signs[i], false);
-        x[2 * i + 1] = pair_high(words[i] ^ signs[i], false);
-      }
+  // Copies k_mean from global memory; a barrier must follow.
+  __device__ __forceinline__ void keep_k_mean(const float* mean) {
+    for (int i = static_cast<int>(threadIdx.x); i < Traits::kHeadDim; i += Traits::kThreads) {
+      k_mean[i] = __ldg(mean + i);
     }
   }
 };
 
-__device__ __forceinline__ void widen_row(uint32_t (&words)[8], ElementKind kind) {
-  widen_eight(&words[0], kind);
-  widen_eight(&words[4], kind);
-}
+// Which (batch, tile, head) a CTA takes: heads fastest. Unsigned, because that divides faster.
+struct Place {
+  int head, tile, batch;
+
+  __device__ __forceinline__ Place(int index, int heads, int tiles) {
+    const unsigned of_heads = static_cast<unsigned>(index) / static_cast<unsigned>(heads);
+    head = index - static_cast<int>(of_heads) * heads;
+    batch = static_cast<int>(of_heads / static_cast<unsigned>(tiles));
+    tile = static_cast<int>(of_heads) - batch * tiles;
+  }
+};
 
 // One tile of kQuantizeRows query rows of one (batch, query head).
 template <typename Traits, bool kE5m2>
-__device__ __forceinline__ void quantize_q_tile(const QuantizeParams& params, int index) {
-  constexpr int kHeadDim = Traits::kHeadDim, kLanes = Traits::kLanes;
-  const int64_t rows = round_up(params.seqlen_q, kSlab);
-  const int num_tiles = static_cast<int>(round_up(params.seqlen_q, kQuantizeRows) / kQuantizeRows);
-  const int head = index % params.num_heads_q;
-  const int tile = index / params.num_heads_q % num_tiles;
-  const int64_t batch = index / params.num_heads_q / num_tiles;
-  const int kv_head = head / (params.num_heads_q / params.num_heads_kv);
-
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes;
-  const int64_t first = static_cast<int64_t>(tile) * kQuantizeRows + thread / kLanes;
+__device__ __forceinline__ void quantize_q_tile(const QuantizeParams& params,
+                                                const QuantizeGrid& grid, int index,
+                                                QuantizeSmem<Traits>& smem) {
+  constexpr int kHeadDim = Traits::kHeadDim, kValues = kHeadDim / 4;
+  const Place place(index, params.num_heads_q, grid.q_tiles);
+  const int64_t first = static_cast<int64_t>(place.tile) * kQuantizeRows;
+  const int end = static_cast<int>(params.seqlen_q - first);  // rows of the tile, perhaps more
+  const int padded_end = (end + kSlab - 1) / kSlab * kSlab;
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4;
   const bool hadamard = params.hadamard;
-  const bool smooth = params.smooth_key && !is_float8(params.k_kind);
 
-  const RowView q(params.q, params.q_kind, batch, params.seqlen_q, params.num_heads_q, head,
-                  kHeadDim);
-  uint32_t words[Traits::kPasses][8];
-  load_rows<Traits::kPasses, Traits::kRowsPerPass>(words, q, first, params.seqlen_q,
-                                                   first_column(lane, hadamard),
-                                                   second_column(kHeadDim, lane, hadamard));
-  const float* k_mean =
-      smooth ? workspace_slot(params, batch, kv_head, quantize_chunks(params.seqlen_k)) +
-                   kMeanK * kHeadDim
-             : nullptr;
-  const Columns<Traits> columns(k_mean, lane, hadamard);
-  const float factor = params.factor[batch * params.num_heads_kv + kv_head];
+  const RowView q(params.q, params.q_kind, place.batch, params.seqlen_q, params.num_heads_q,
+                  place.head, kHeadDim, first);
+  RowPair<kHeadDim> loaded[Traits::kPasses];
+#pragma unroll
+  for (int pass = 0; pass < Traits::kPasses; ++pass) {
+    loaded[pass].load(q, Traits::first_row(pass), end);
+  }
+  const int kv_head = static_cast<unsigned>(place.head) / static_cast<unsigned>(grid.group);
+  const bool smooth = params.smooth_key && !is_float8(params.k_kind);
+  if (smooth) {
+    smem.keep_k_mean(workspace_slot(params, place.batch, kv_head, grid.chunks) + kMeanK * kHeadDim);
+    __syncthreads();  // the mean is there
+  }
+  const float factor =
+      params.factor[static_cast<int64_t>(place.batch) * params.num_heads_kv + kv_head];
   const float row_factor = hadamard ? factor / kHeadDim : factor;
-  const int64_t image_head = (batch * params.num_heads_q + head) * rows;
+  // float8 codes keep their values: the factor goes into the descale.
+  const float code_factor = is_float8(q.kind) ? 1.0f : row_factor;
+  const int64_t image_row =
+      (static_cast<int64_t>(place.batch) * params.num_heads_q + place.head) * grid.q_rows + first;
+  uint8_t* image = params.q_image + image_row * kHeadDim;
 
 #pragma unroll
   for (int pass = 0; pass < Traits::kPasses; ++pass) {
-    const int64_t row = first + pass * Traits::kRowsPerPass;
-    widen_row(words[pass], q.kind);
-    bool bad = has_nonfinite(words[pass], q.is_bf16());
-    float x[16];
-    columns.unpack(x, words[pass], q.is_bf16());
+    loaded[pass].widen(q.kind);
+    float y[2][kValues];
+    rotate_rows<kHeadDim>(y, loaded[pass], q.is_bf16(), hadamard);
 
-    float shift = 0.0f;
+    float shift[2] = {};
     if (smooth) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) shift = fmaf(x[i], columns.mean[i], shift);
-    }
-    if (hadamard) rotate<Traits>(x, lane);
-    // float8 codes keep their values: the factor goes into the descale.
-    if (!is_float8(q.kind)) {
+      for (int v = 0; v < kValues; v += 4) {
+        const float4 mean = at_values(smem.k_mean, v);
 #pragma unroll
-      for (int i = 0; i < 16; ++i) x[i] *= row_factor;
+        for (int r = 0; r < 2; ++r) {
+          shift[r] = fmaf(y[r][v], mean.x, shift[r]);
+          shift[r] = fmaf(y[r][v + 1], mean.y, shift[r]);
+          shift[r] = fmaf(y[r][v + 2], mean.z, shift[r]);
+          shift[r] = fmaf(y[r][v + 3], mean.w, shift[r]);
+        }
+      }
     }
-    bool overflowed;
-    float amax = finite_amax(x, &overflowed);
-    bad = row_any<kLanes>(bad || overflowed);
 #pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) {
-      amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
-      shift += __shfl_xor_sync(0xffffffffu, shift, mask);
-    }
-    const int exponent = operand_exponent(amax, kHeadDim);
-    if (row >= rows) continue;  // the second slab of the last tile may not exist
-    const bool is_padding = row >= params.seqlen_q;
-    store_codes<kHeadDim, kSlab, kE5m2>(params.q_image + image_head * kHeadDim, row, lane, x,
-                                        power_of_two(-exponent), bad, is_padding);
-    if (lane == 0) {
-      const float scale = power_of_two(exponent);
-      params.q_descale[image_head + row] =
-          is_padding ? 1.0f : (is_float8(q.kind) ? scale * factor : scale);
-      params.q_shift[image_head + row] = is_padding || !smooth ? 0.0f : shift * factor;
+    for (int r = 0; r < 2; ++r) {
+      bool bad;
+      const float amax = row_amax(y[r], code_factor, &bad);
+      // Rotated, a NaN or Inf makes every value of its row one.
+      if (!hadamard) bad |= quad_any(loaded[pass].has_nonfinite_words(r, q.is_bf16()));
+      if (smooth) shift[r] = quad_sum(shift[r]) * row_factor;
+      const int row = Traits::first_row(pass) + g + 8 * r;
+      if (row >= padded_end) continue;  // the second slab of the last tile may not exist
+      const int exponent = operand_exponent(amax, kHeadDim);
+      float multiplier = code_factor * power_of_two(-exponent);
+      if (exponent < -100 || exponent > 100) {  // the product might leave the normal numbers
+        multiplier = power_of_two(-exponent);
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) y[r][v] *= code_factor;
+      }
+      const bool is_padding = row >= end;
+      store_codes<kHeadDim, kSlab, kE5m2>(image, row, y[r], multiplier, bad, is_padding);
+      if (lane % 4 == 0) {
+        const float scale = power_of_two(exponent);
+        params.q_descale[image_row + row] =
+            is_padding ? 1.0f : (is_float8(q.kind) ? scale * factor : scale);
+        params.q_shift[image_row + row] = is_padding ? 0.0f : shift[r];
+      }
     }
   }
 }
@@ -210,154 +150,165 @@ __device__ __forceinline__ void quantize_q_tile(const QuantizeParams& params, in
 // One granule of keys and values of one (batch, kv head). k and v share a CTA because a NaN or Inf
 // in a key's v row shows in its k row: v is read once.
 template <typename Traits, bool kE5m2>
-__device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params, int index,
-                                                    uint8_t* smem_v, float* smem_amax) {
-  constexpr int kHeadDim = Traits::kHeadDim, kLanes = Traits::kLanes, kPasses = Traits::kPasses;
-  const int64_t granules = round_up(params.seqlen_k, kGranule) / kGranule;
-  const int head = index % params.num_heads_kv;
-  const int granule = index / params.num_heads_kv % static_cast<int>(granules);
-  const int64_t batch = index / params.num_heads_kv / static_cast<int>(granules);
-  const int64_t kv_head = batch * params.num_heads_kv + head;
-
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes;
-  const int first_key = thread / kLanes;
-  const int64_t first = static_cast<int64_t>(granule) * kGranule + first_key;
+__device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params,
+                                                    const QuantizeGrid& grid, int index,
+                                                    QuantizeSmem<Traits>& smem) {
+  constexpr int kHeadDim = Traits::kHeadDim, kValues = kHeadDim / 4, kPasses = Traits::kPasses;
+  const Place place(index, params.num_heads_kv, grid.granules);
+  const int head = place.head, granule = place.tile;
+  const int64_t batch = place.batch;
+  const int64_t image_granule = (batch * params.num_heads_kv + head) * grid.granules + granule;
+  const int64_t first = static_cast<int64_t>(granule) * kGranule;
+  const int end = static_cast<int>(params.seqlen_k - first);  // keys of the granule, perhaps more
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, g = thread % 32 / 4;
   const bool hadamard = params.hadamard;
-  const bool smooth = params.smooth_key && !is_float8(params.k_kind);
-  float* results = workspace_slot(params, batch, head, quantize_chunks(params.seqlen_k));
+  float* results = workspace_slot(params, batch, head, grid.chunks);
 
-  // all loads of the tile
+  // v's first block on its way, and all of k
   const RowView v(params.v, params.v_kind, batch, params.seqlen_k, params.num_heads_kv, head,
-                  kHeadDim);
+                  kHeadDim, first);
   const RowView k(params.k, params.k_kind, batch, params.seqlen_k, params.num_heads_kv, head,
-                  kHeadDim);
-  uint32_t v_words[kPasses][8], k_words[kPasses][8];
-  load_rows<kPasses, Traits::kRowsPerPass>(v_words, v, first, params.seqlen_k,
-                                           first_column(lane, true),
-                                           second_column(kHeadDim, lane, true));
-  load_rows<kPasses, Traits::kRowsPerPass>(k_words, k, first, params.seqlen_k,
-                                           first_column(lane, hadamard),
-                                           second_column(kHeadDim, lane, hadamard));
-
-  // v to shared memory; keys past the sequence as NaN, which store_v_granule turns into 0
-  bool has_gaps = false, bad[kPasses];
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    widen_row(v_words[pass], v.kind);
-    bad[pass] = has_nonfinite(v_words[pass], v.is_bf16());
-    const bool is_padding = first + pass * Traits::kRowsPerPass >= params.seqlen_k;
-    if (is_padding) {
-#pragma unroll
-      for (int w = 0; w < 8; ++w) v_words[pass][w] = 0x7fff7fffu;  // NaN as bf16 and as f16
-    }
-    has_gaps = has_gaps || bad[pass] || is_padding;
-  }
-  // A lane's first four words lie in the lower half of the channels, the others in the upper one.
-  const auto stage_v = [&](int part) {
-    constexpr int kHalf = kHeadDim / 2;
+                  kHeadDim, first);
+  const int key = ValueBlock::first_key(warp % 4);
+  const auto channel_of = [&](int pass) {
+    return (pass * (Traits::kWarps / 4) + warp / 4) * 64 + g * 8;
+  };
+  ValueBlock block;
+  block.load(v, key, end, channel_of(0));
+  RowPair<kHeadDim> loaded[kPasses];
+  const auto load_k = [&] {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int key = first_key + pass * Traits::kRowsPerPass;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (half * kHalf / Traits::kPartChannels != part) continue;
-        const int column = 8 * lane + half * kHalf % Traits::kPartChannels;
-        const uint32_t* w = v_words[pass] + 4 * half;
-        *reinterpret_cast<uint4*>(smem_v + Traits::value_smem_offset(key, column)) =
-            uint4{w[0], w[1], w[2], w[3]};
-      }
+      loaded[pass].load(k, Traits::first_row(pass), end);
     }
   };
-  const bool center = params.center_value && !is_float8(params.v_kind);
-  float* code_sums = center ? granule_sums<kHeadDim>(params, batch, head, granule) : nullptr;
-  uint8_t* image = params.v_image + (kv_head * granules + granule) * kHeadDim * kGranule;
+  if constexpr (kHeadDim < 256) load_k();
+  const bool smooth = params.smooth_key && !is_float8(params.k_kind);
+  if (smooth) smem.keep_k_mean(results + kMeanK * kHeadDim);
+
+  // v
+  uint32_t bad_values = 0;  // bit i: of this thread's key i
 #pragma unroll
-  for (int part = 0; part < Traits::kParts; ++part) {
-    if (part > 0) __syncthreads();  // every thread has read the part before
-    stage_v(part);
-    has_gaps = __syncthreads_or(has_gaps) != 0;  // every thread has written this one
-    store_v_granule<Traits, kE5m2>(params, smem_v, results + kMeanV * kHeadDim,
-                                   results + kMultiplierV * kHeadDim, image, code_sums,
-                                   part * Traits::kPartChannels, has_gaps);
+  for (int pass = 0; pass < Traits::kValuePasses; ++pass) {
+    if (pass > 0) block.load(v, key, end, channel_of(pass));
+    const uint32_t bad = block.nonfinite_keys(v.is_bf16());
+    bad_values |= bad;
+    const bool has_gaps = bad != 0 || kGranule > end;
+    store_value_block<kE5m2>(
+        block, v.is_bf16(), results + kMeanV * kHeadDim, results + kMultiplierV * kHeadDim,
+        params.v_image + image_granule * kHeadDim * kGranule, smem.code_sums[warp % 4],
+        channel_of(pass), key, end, has_gaps, __ballot_sync(0xffffffffu, has_gaps) != 0);
   }
 
-  // k: centre, rotate, largest magnitude of the granule
-  const Columns<Traits> columns(smooth ? results + kMeanK * kHeadDim : nullptr, lane, hadamard);
-  float y[kPasses][16];
+  if constexpr (kHeadDim == 256) load_k();  // not before: there are no registers for it
+  // k: rotate, centre, largest magnitude of the granule
+  if (smooth) __syncthreads();  // the mean is there
+  float y[kPasses][2][kValues];
+  bool bad[kPasses][2];
   float amax = 0.0f;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    widen_row(k_words[pass], k.kind);
-    bad[pass] = bad[pass] || has_nonfinite(k_words[pass], k.is_bf16());
-    columns.unpack(y[pass], k_words[pass], k.is_bf16());
+    loaded[pass].widen(k.kind);
+    rotate_rows<kHeadDim>(y[pass], loaded[pass], k.is_bf16(), hadamard);
+    if (smooth) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) y[pass][i] -= columns.mean[i];
-    if (hadamard) rotate<Traits>(y[pass], lane);
-    bool overflowed;
-    const float row_amax = finite_amax(y[pass], &overflowed);
-    bad[pass] = row_any<kLanes>(bad[pass] || overflowed);
-    if (first + pass * Traits::kRowsPerPass < params.seqlen_k) amax = fmaxf(amax, row_amax);
+      for (int i = 0; i < kValues; i += 4) {
+        const float4 mean = at_values(smem.k_mean, i);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          y[pass][r][i] -= mean.x;
+          y[pass][r][i + 1] -= mean.y;
+          y[pass][r][i + 2] -= mean.z;
+          y[pass][r][i + 3] -= mean.w;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float of_row = row_amax(y[pass][r], 1.0f, &bad[pass][r]);
+      if (!hadamard) bad[pass][r] |= quad_any(loaded[pass].has_nonfinite_words(r, k.is_bf16()));
+      if (Traits::first_row(pass) + g + 8 * r < end) amax = fmaxf(amax, of_row);
+    }
   }
 #pragma unroll
-  for (int mask = 1; mask < 32; mask *= 2)
+  for (int mask = 4; mask < 32; mask *= 2)
     amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
-  if (thread % 32 == 0) smem_amax[thread / 32] = amax;
+  if (thread % 32 == 0) smem.amax[warp] = amax;
 
-  __syncthreads();  // every thread: the warps' maxima are in shared memory
+  // Every warp has left its maximum and its sums.
+  const bool any_bad_value = __syncthreads_or(bad_values != 0) != 0;
+  if (any_bad_value) {
+    if (thread < kGranule) smem.bad_keys[thread] = 0;
+    __syncthreads();  // all are clear
 #pragma unroll
-  for (int warp = 0; warp < Traits::kWarps; ++warp) amax = fmaxf(amax, smem_amax[warp]);
+    for (int i = 0; i < 8; ++i) {
+      if (bad_values >> i & 1) smem.bad_keys[key + ValueBlock::key_of(i)] = 1;
+    }
+    __syncthreads();  // all are marked
+  }
+  for (int w = 0; w < Traits::kWarps; ++w) amax = fmaxf(amax, smem.amax[w]);
   const int exponent = operand_exponent(amax, kHeadDim);
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const int64_t row = first + pass * Traits::kRowsPerPass;
-    store_codes<kHeadDim, kGranule, kE5m2>(
-        params.k_image + kv_head * granules * kGranule * kHeadDim, row, lane, y[pass],
-        power_of_two(-exponent), bad[pass], row >= params.seqlen_k);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = Traits::first_row(pass) + g + 8 * r;
+      const bool bad_value = any_bad_value && smem.bad_keys[row] != 0;
+      store_codes<kHeadDim, kGranule, kE5m2>(params.k_image + image_granule * kGranule * kHeadDim,
+                                             row, y[pass][r], power_of_two(-exponent),
+                                             bad[pass][r] || bad_value, row >= end);
+    }
   }
-  if (thread == 0) params.k_descale[kv_head * granules + granule] = power_of_two(exponent);
+  if (thread == 0) params.k_descale[image_granule] = power_of_two(exponent);
 
-  if (!center) return;
+  if (!params.center_value || is_float8(params.v_kind)) return;
+  for (int channel = thread; channel < kHeadDim; channel += Traits::kThreads) {
+    granule_sums<kHeadDim>(params, batch, head, granule)[channel] =
+        (smem.code_sums[0][channel] + smem.code_sums[1][channel]) +
+        (smem.code_sums[2][channel] + smem.code_sums[3][channel]);
+  }
+  __syncthreads();  // the sums of this CTA are thread 0's past
   // Whoever finishes last sees everybody's sums.
   bool is_last = false;
   if (thread == 0) {
-    __threadfence();  // the sums of this CTA: the barriers since then made them this thread's past
+    __threadfence();
     const int done = atomicAdd(reinterpret_cast<int*>(results + kGranulesDone * kHeadDim), 1);
-    is_last = done == static_cast<int>(granules) - 1;
+    is_last = done == grid.granules - 1;
   }
   if (__syncthreads_or(is_last) == 0) return;
   __threadfence();
-  correct_v_mean<Traits>(params, batch, head, results, reinterpret_cast<float*>(smem_v));
+  correct_v_mean<Traits>(params, batch, head, results, smem.code_sums[0]);
 }
 
 // quantize: one CTA per granule of k and v, then one per 128 rows of q. Neighbouring CTAs take
 // neighbouring heads, which lie side by side in memory; granules run from the last to the first,
 // because the statistics kernel left the last ones in L2.
-// Threads    a row in head_dim / 16 lanes, 16 elements each; 256 threads (head_dim 256: 512) take
-//            128 rows in 2 (head_dim 64) or 4 passes and hold all of them in registers.
-// Smem       128 channels of v's granule as 16-bit values, skewed | one maximum per warp.
-// Barriers   (k and v only) one after v and one after the maxima are written; two more for each
-//            further part of v.
+// Threads    a warp rotates 16 rows of q or k at a time, or turns 64 channels of 32 keys of v; all of
+//            it stays in registers.
+// Smem       QuantizeSmem.   Barriers (k and v only): one after the maxima and sums are written, two
+//            for correct_v_mean, two more where v holds a NaN or Inf.
 // Traffic    3 bytes an element of q, k and v (float8: 2), none read twice; reads are 16-byte
-//            vectors of whole 64- or 128-byte runs, image writes whole 128-byte lines.
-// Work       instructions per element at head_dim 128. q, k: test 1, sign 0.5, widen 1, mean 1,
-//            butterfly 4 FADD + 3 x (0.5 SHFL, 1 FSEL, 1 FFMA), scale 1-2, max 1, cast 0.5: 18.
-//            v: test 1, widen 1, centre 1, scale 1, cast 0.5, LDS 0.5: 5. At 4 TB/s an SM has 23.
+//            vectors of whole 64- or 128-byte runs, writes whole 32-byte sectors.
+// Work       instructions per element at head_dim 128. q, k: sign 0.75, mma 0.25, butterfly 3, mean 1,
+//            max 1, scale 1, cast 0.5: 7.5. v: test 1, widen 1, centre 1, scale 1, cast and back 1,
+//            mma 0.1: 5. At 4 TB/s an SM has 23.
 // Numerics   float32 in a fixed order: the same bits on every run, whatever the grid.
 // Last one   the CTA that finishes a head's last granule turns the sums of all granules' codes into
 //            v_mean (correct_v_mean).
-template <int kHeadDim, bool kE5m2>
-__global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads, kHeadDim == 64    ? 3
-                                                                      : kHeadDim == 128 ? 2
-                                                                                        : 1)
-    quantize(const QuantizeParams params, int kv_blocks) {
+// kAllBf16   q, k and v are bfloat16, which the compiler may then count on.
+template <int kHeadDim, bool kE5m2, bool kAllBf16>
+__global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads,
+                                  QuantizeTraits<kHeadDim>::kCtasPerSm)
+    quantize(const QuantizeParams given, const QuantizeGrid grid) {
   using Traits = QuantizeTraits<kHeadDim>;
-  alignas(16) __shared__ uint8_t smem_v[Traits::kValueSmemBytes];
-  __shared__ float smem_amax[Traits::kWarps];
+  QuantizeParams params = given;
+  if (kAllBf16) params.q_kind = params.k_kind = params.v_kind = ElementKind::kBf16;
+  __shared__ QuantizeSmem<Traits> smem;
   const int block = static_cast<int>(blockIdx.x);
-  if (block < kv_blocks) {
-    quantize_kv_granule<Traits, kE5m2>(params, kv_blocks - 1 - block, smem_v, smem_amax);
+  if (block < grid.kv_blocks) {
+    quantize_kv_granule<Traits, kE5m2>(params, grid, grid.kv_blocks - 1 - block, smem);
   } else {
-    quantize_q_tile<Traits, kE5m2>(params, block - kv_blocks);
+    quantize_q_tile<Traits, kE5m2>(params, grid, block - grid.kv_blocks, smem);
   }
 }
 

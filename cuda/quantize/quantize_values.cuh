@@ -1,10 +1,13 @@
-// Codes of v's granules out of shared memory, and the mean that rounding them leaves.
+// Codes of v's granules, turned from rows of keys to rows of channels in registers, and the mean that
+// rounding them leaves.
 #pragma once
 
 #include <cstdint>
 
+#include "../ptx/mma.cuh"
 #include "launch.h"
-#include "numerics.h"
+#include "load.cuh"
+#include "quad.cuh"
 #include "stats_kernels.cuh"
 
 namespace jax_fa3 {
@@ -13,79 +16,117 @@ namespace jax_fa3 {
 template <int kHeadDim>
 __device__ __forceinline__ float* granule_sums(const QuantizeParams& params, int64_t batch,
                                                int64_t head, int64_t granule) {
-  static_assert(kStatsChunk == 4 * kGranule, "a chunk's slot has a row for each of its granules");
-  return workspace_slot(params, batch, head, granule / 4) + granule % 4 * kHeadDim;
+  constexpr int kPerChunk = kStatsChunk / kGranule;
+  static_assert(kPerChunk <= 4, "a chunk's slot has a row for each of its granules");
+  return workspace_slot(params, batch, head, granule / kPerChunk) + granule % kPerChunk * kHeadDim;
 }
 
-// Sum of the numbers that 16 codes stand for.
-template <bool kE5m2>
-FA3_HOST_DEVICE float sum_of_codes(const uint32_t (&words)[4]) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t pair =
-        widen_pair(words[i / 2] >> (i % 2 * 16), kE5m2 ? ElementKind::kE5m2 : ElementKind::kE4m3);
-    sum += pair_low(pair, false) + pair_high(pair, false);
+// Eight channels of eight keys, as a lane has them. The four lanes of a quad share the channels and
+// take 32 keys: lane t the keys 4 u.. and 8 + 4 u.. (u = t % 2) of 16-key group t / 2, which are eight
+// bytes in a row of the image.
+struct ValueBlock {
+  uint32_t words[8][4];
+
+  // First key of a lane's first four; `quarter`: which 32 keys of the granule.
+  __device__ __forceinline__ static int first_key(int quarter) {
+    const int t = static_cast<int>(threadIdx.x) % 4;
+    return 32 * quarter + 16 * (t / 2) + 4 * (t % 2);
   }
-  return sum;
+  __device__ __forceinline__ static int key_of(int i) { return i % 4 + i / 4 * 8; }
+
+  // Instead of a key that is not below `end`, the last one that is.
+  __device__ __forceinline__ void load(const RowView& view, int first, int end, int channel) {
+    with_element_bytes(view.kind, [&](auto bytes) {
+      const uint8_t* address = view.at(0, channel);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int key = first + key_of(i) < end ? first + key_of(i) : end - 1;
+        load_eight<decltype(bytes)::value>(words[i], address + key * view.row_bytes, false);
+      }
+    });
+    if (!is_float8(view.kind)) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) widen_eight(words[i], view.kind);
+  }
+
+  // Bit i: a channel of key i is NaN or Inf.
+  __device__ __forceinline__ uint32_t nonfinite_keys(bool is_bf16) const {
+    uint32_t all[32];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) all[i] = words[i / 4][i % 4];
+    uint32_t keys = 0;
+    if (has_nonfinite(all, is_bf16)) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        keys |= static_cast<uint32_t>(has_nonfinite(words[i], is_bf16)) << i;
+      }
+    }
+    return keys;
+  }
+};
+
+// One channel of a block: its codes, two words in the image's order.
+template <bool kE5m2>
+__device__ __forceinline__ uint2 cast_channel(const float (&x)[8]) {
+  return uint2{cast_four<kE5m2>(x[0], x[1], x[4], x[5]), cast_four<kE5m2>(x[2], x[3], x[6], x[7])};
 }
 
-// Codes of a part of v's granule, from channel `first` on, out of shared memory: each thread takes
-// 16 keys of two channels at a time. `code_sums`: where the sums over the granule go, one a channel,
-// or null; a NaN, an Inf and a key past the sequence, whose code is 0, count there as a value of 0.
-// `means`: subtracted from v.
-template <typename Traits, bool kE5m2>
-__device__ __forceinline__ void store_v_granule(const QuantizeParams& params, const uint8_t* smem_v,
-                                                const float* means, const float* multiplier,
-                                                uint8_t* image, float* code_sums, int first,
-                                                bool has_gaps) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int group = thread % 8;  // of 16 keys; 8 lanes write one 128-byte line
-  const bool is_bf16 = params.v_kind == ElementKind::kBf16;
+// Codes of a block to `image`, the granule's, and the sums of the quad's codes to `sums` [channel] in
+// shared memory. A NaN or Inf has code 0 and counts in the sums as a value of 0; a key of the granule that
+// is not below `end` has code 0 and does not count. `means`: subtracted from v.
+template <bool kE5m2>
+__device__ __forceinline__ void store_value_block(const ValueBlock& block, bool is_bf16,
+                                                  const float* means, const float* multipliers,
+                                                  uint8_t* image, float* sums, int channel,
+                                                  int key_in_granule, int end, bool has_gaps,
+                                                  bool warp_has_gaps) {
+  constexpr ElementKind kKind = kE5m2 ? ElementKind::kE5m2 : ElementKind::kE4m3;
+  constexpr uint32_t kOnes = 0x3c003c00u;
+  const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
-  for (int item = 0; item < Traits::kPartChannels / 2 / (Traits::kThreads / 8); ++item) {
-    const int in_part = 2 * (thread / 8 + item * (Traits::kThreads / 8));
-    const int channel = first + in_part;
-    const float2 mean = *reinterpret_cast<const float2*>(means + channel);
-    const float2 scale = *reinterpret_cast<const float2*>(multiplier + channel);
-    float even[16], odd[16];
+  for (int w = 0; w < 4; ++w) {
+    const float2 mean = __ldg(reinterpret_cast<const float2*>(means + channel + 2 * w));
+    const float2 scale = __ldg(reinterpret_cast<const float2*>(multipliers + channel + 2 * w));
+    float even[8], odd[8];
 #pragma unroll
-    for (int key = 0; key < 16; ++key) {
-      const uint32_t word = *reinterpret_cast<const uint32_t*>(
-          smem_v + Traits::value_smem_offset(16 * group + key, in_part));
-      even[key] = (pair_low(word, is_bf16) - mean.x) * scale.x;
-      odd[key] = (pair_high(word, is_bf16) - mean.y) * scale.y;
+    for (int i = 0; i < 8; ++i) {
+      even[i] = (pair_low(block.words[i][w], is_bf16) - mean.x) * scale.x;
+      odd[i] = (pair_high(block.words[i][w], is_bf16) - mean.y) * scale.y;
     }
-    float2 sums{0.0f, 0.0f};
-    if (has_gaps) {  // NaN, Inf and keys past the sequence become 0
+    float missing_even = 0.0f, missing_odd = 0.0f;
+    if (has_gaps) {
 #pragma unroll
-      for (int key = 0; key < 16; ++key) {
-        if (!is_finite(even[key])) {
-          even[key] = 0.0f;
-          sums.x -= mean.x * scale.x;
+      for (int i = 0; i < 8; ++i) {
+        const bool is_padding = key_in_granule + ValueBlock::key_of(i) >= end;
+        if (is_padding || !is_finite(even[i])) {
+          even[i] = 0.0f;
+          missing_even += is_padding ? 0.0f : mean.x * scale.x;
         }
-        if (!is_finite(odd[key])) {
-          odd[key] = 0.0f;
-          sums.y -= mean.y * scale.y;
+        if (is_padding || !is_finite(odd[i])) {
+          odd[i] = 0.0f;
+          missing_odd += is_padding ? 0.0f : mean.y * scale.y;
         }
       }
     }
-    uint32_t words[4];
-    cast_value_chunk<kE5m2>(even, words);
-    *reinterpret_cast<uint4*>(image + value_image_offset(channel, 16 * group)) =
-        uint4{words[0], words[1], words[2], words[3]};
-    sums.x += sum_of_codes<kE5m2>(words);
-    cast_value_chunk<kE5m2>(odd, words);
-    *reinterpret_cast<uint4*>(image + value_image_offset(channel + 1, 16 * group)) =
-        uint4{words[0], words[1], words[2], words[3]};
-    sums.y += sum_of_codes<kE5m2>(words);
-    if (code_sums == nullptr) continue;
-#pragma unroll
-    for (int mask = 1; mask < 8; mask *= 2) {
-      sums.x += __shfl_xor_sync(0xffffffffu, sums.x, mask);
-      sums.y += __shfl_xor_sync(0xffffffffu, sums.y, mask);
+    const uint2 a = cast_channel<kE5m2>(even), b = cast_channel<kE5m2>(odd);
+    const int place = key_in_granule % 16 * 2;  // of the two words: 0 or 8
+    *reinterpret_cast<uint2*>(image + value_image_offset(channel + 2 * w, key_in_granule & ~15) +
+                              place) = a;
+    *reinterpret_cast<uint2*>(
+        image + value_image_offset(channel + 2 * w + 1, key_in_granule & ~15) + place) = b;
+    // The codes times a matrix of ones: sums over the quad's 32 keys, exact for e4m3.
+    float total[4] = {};
+    const uint32_t front[4] = {widen_pair(a.x, kKind), widen_pair(b.x, kKind),
+                               widen_pair(a.x >> 16, kKind), widen_pair(b.x >> 16, kKind)};
+    const uint32_t back[4] = {widen_pair(a.y, kKind), widen_pair(b.y, kKind),
+                              widen_pair(a.y >> 16, kKind), widen_pair(b.y >> 16, kKind)};
+    ptx::mma_m16n8k16<false>(total, front, kOnes, kOnes);
+    ptx::mma_m16n8k16<false>(total, back, kOnes, kOnes);
+    if (warp_has_gaps) {
+      total[0] -= quad_sum(missing_even);
+      total[2] -= quad_sum(missing_odd);
     }
-    if (group == 0) *reinterpret_cast<float2*>(code_sums + channel) = sums;
+    if (t == w) *reinterpret_cast<float2*>(sums + channel + 2 * w) = float2{total[0], total[2]};
   }
 }
 
@@ -108,11 +149,8 @@ __device__ __forceinline__ void correct_v_mean(const QuantizeParams& params, int
 #pragma unroll
   for (int group = 1; group < kGroups; ++group) sum += smem[group * kHeadDim + channel];
   const int64_t place = (batch * params.num_heads_kv + head) * kHeadDim + channel;
-  const float mean = results[kMeanV * kHeadDim + channel];
-  // Keys past the sequence counted as values of 0: out again.
-  const float padding = static_cast<float>(granules * kGranule - params.seqlen_k);
-  sum += padding * (mean * results[kMultiplierV * kHeadDim + channel]);
-  params.v_mean[place] = mean - sum / static_cast<float>(params.seqlen_k) * params.v_descale[place];
+  params.v_mean[place] = results[kMeanV * kHeadDim + channel] -
+                         sum / static_cast<float>(params.seqlen_k) * params.v_descale[place];
 }
 
 }  // namespace jax_fa3

@@ -1,4 +1,5 @@
 // First two kernels of the quantiser: means of k and v, scales of v, per (batch, kv head, channel).
+// The mean of k is that of a sample (launch.h: key_sample).
 #pragma once
 
 #include <cstdint>
@@ -6,17 +7,17 @@
 
 #include "launch.h"
 #include "load.cuh"
+#include "rotation.h"
 
 namespace jax_fa3 {
 
 inline constexpr int kStatsThreads = 256;
-inline constexpr int kFinalizeMaxWarps = 32;
-inline constexpr int kFinalizeChannels = 32;
+inline constexpr int kFinalizeThreads = 1024;  // at most
 
 // Rows of a workspace slot [4][head_dim].
 enum WorkspaceRow { kSumK, kSumV, kMinV, kMaxV };
-// Rows of the last slot of each (batch, kv head). The last one holds an integer: how many granules
-// of the head are quantised.
+// Rows of the last slot of each (batch, kv head). kMeanK has the order of an image row, and is rotated
+// where k is. The last row holds an integer: how many granules of the head are quantised.
 enum WorkspaceResult { kMeanK, kMultiplierV, kMeanV, kGranulesDone };
 
 // Where slot `slot` (a chunk, or num_chunks for the results) of one kv head starts.
@@ -57,48 +58,40 @@ struct ChannelStats {
   }
 };
 
-// Statistics of one thread's rows first, first + kStride, ... below end, for the 8 channels from
-// `column` on. A NaN or Inf leaves its sum non-finite, so the common case needs no test per value:
-// only then the rows are read again.
-template <bool kExtrema, int kStride>
-__device__ __forceinline__ void gather_rows(ChannelStats& stats, const RowView& view, int64_t first,
-                                            int64_t end, int column) {
-  constexpr int kInFlight = 8;
+// Statistics of one thread's rows first, first + stride, ... below end, for the 8 channels from
+// `column` on; kInFlight loads at a time. A NaN or Inf leaves its sum non-finite, so the common case
+// needs no test per value: only then the rows are read again.
+template <bool kExtrema, int kInFlight>
+__device__ __forceinline__ void gather_rows(ChannelStats& stats, const RowView& view, int first,
+                                            int end, int stride, int column) {
   stats.clear();
-  int64_t row = first;
-  for (; row + (kInFlight - 1) * kStride < end; row += kInFlight * kStride) {
+  int row = first;
+  for (; row + (kInFlight - 1) * stride < end; row += kInFlight * stride) {
     uint32_t words[kInFlight][4];
-    if (is_float8(view.kind)) {
+    with_element_bytes(view.kind, [&](auto bytes) {
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        load_eight_float8(words[i], view.at(row + i * kStride, column), true);
+        load_eight<decltype(bytes)::value>(words[i], view.at(row + i * stride, column), true);
       }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        load_eight_16bit(words[i], view.at(row + i * kStride, column), true);
-      }
-    }
+    });
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      widen_eight(words[i], view.kind);
+      if (is_float8(view.kind)) widen_eight(words[i], view.kind);
       stats.add<kExtrema, false>(words[i], view.is_bf16());
     }
   }
-  const auto add_row = [&](int64_t index, auto finite_only) {
+  const auto add_row = [&](int index, auto finite_only) {
     uint32_t words[4];
-    if (is_float8(view.kind)) {
-      load_eight_float8(words, view.at(index, column), true);
-    } else {
-      load_eight_16bit(words, view.at(index, column), true);
-    }
-    widen_eight(words, view.kind);
+    with_element_bytes(view.kind, [&](auto bytes) {
+      load_eight<decltype(bytes)::value>(words, view.at(index, column), true);
+    });
+    if (is_float8(view.kind)) widen_eight(words, view.kind);
     stats.add<kExtrema, decltype(finite_only)::value>(words, view.is_bf16());
   };
-  for (; row < end; row += kStride) add_row(row, std::false_type{});
+  for (; row < end; row += stride) add_row(row, std::false_type{});
   if (!stats.sums_finite()) {
     stats.clear();
-    for (row = first; row < end; row += kStride) add_row(row, std::true_type{});
+    for (row = first; row < end; row += stride) add_row(row, std::true_type{});
   }
 }
 
@@ -109,14 +102,20 @@ __device__ __forceinline__ void gather_rows(ChannelStats& stats, const RowView& 
 // Smem       partial[8 warps][4][head_dim].   Barrier: one, after every warp has written its line.
 // Order      fixed: a thread over its keys, lanes of a warp, warps 0..7. No atomics: two runs agree
 //            in every bit.
-// Traffic    k (when smoothing) and v once, 2 bytes an element, 8 x 16 bytes in flight a thread;
-//            writes 1/64 of that.
+// Traffic    v and the sample of k (when smoothing) once, 2 bytes an element, up to 16 x 16 bytes in
+//            flight a thread; writes 1/32 of that.
 // Work       instructions per element: k 2 (widen, add), v 4 (widen, add, min, max); at 4 TB/s an
 //            SM has 15.
-template <int kHeadDim>
-__global__ void __launch_bounds__(kStatsThreads, 3) key_value_stats(const QuantizeParams params) {
+// kAllBf16   k and v are bfloat16, which the compiler may then count on.
+template <int kHeadDim, bool kAllBf16>
+__global__ void __launch_bounds__(kStatsThreads, kHeadDim == 64 ? 3 : 2)
+    key_value_stats(const QuantizeParams given) {
+  QuantizeParams params = given;
+  if (kAllBf16) params.k_kind = params.v_kind = ElementKind::kBf16;
   constexpr int kLanes = kHeadDim / 8;
   constexpr int kRowGroups = kStatsThreads / kLanes;
+  constexpr int kRows = kStatsChunk / kRowGroups;  // of a thread
+  constexpr int kInFlight = kRows < 16 ? kRows : 16;
   constexpr int kWarps = kStatsThreads / 32;
   __shared__ float partial[kWarps][4][kHeadDim];
 
@@ -127,9 +126,10 @@ __global__ void __launch_bounds__(kStatsThreads, 3) key_value_stats(const Quanti
 
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int column = thread % kLanes * 8;
-  const int64_t first = static_cast<int64_t>(chunk) * kStatsChunk + thread / kLanes;
-  const int64_t chunk_end = static_cast<int64_t>(chunk + 1) * kStatsChunk;
-  const int64_t end = chunk_end < params.seqlen_k ? chunk_end : params.seqlen_k;
+  const int64_t chunk_first = static_cast<int64_t>(chunk) * kStatsChunk;
+  const int64_t left = params.seqlen_k - chunk_first;
+  const int end = static_cast<int>(left < kStatsChunk ? left : kStatsChunk);  // rows of the chunk
+  const int row = thread / kLanes;
 
   // Lanes that own the same channels add up; lanes below kLanes store the warp's line.
   const auto store = [&](int row, const float (&values)[8], auto combine) {
@@ -151,15 +151,20 @@ __global__ void __launch_bounds__(kStatsThreads, 3) key_value_stats(const Quanti
   const bool smooth = params.smooth_key && !is_float8(params.k_kind);
   if (smooth) {
     const RowView k(params.k, params.k_kind, batch, params.seqlen_k, params.num_heads_kv, head,
-                    kHeadDim);
-    gather_rows<false, kRowGroups>(stats, k, first, end, column);
+                    kHeadDim, chunk_first);
+    const int sample = key_sample(params.seqlen_k);
+    if (sample == 1) {
+      gather_rows<false, kInFlight>(stats, k, row, end, kRowGroups, column);
+    } else {
+      gather_rows<false, kRows / 8>(stats, k, row * sample, end, kRowGroups * sample, column);
+    }
   } else {
     stats.clear();
   }
   store(kSumK, stats.sum, add);
   const RowView v(params.v, params.v_kind, batch, params.seqlen_k, params.num_heads_kv, head,
-                  kHeadDim);
-  gather_rows<true, kRowGroups>(stats, v, first, end, column);
+                  kHeadDim, chunk_first);
+  gather_rows<true, kInFlight>(stats, v, row, end, kRowGroups, column);
   store(kSumV, stats.sum, add);
   store(kMinV, stats.low, smaller);
   store(kMaxV, stats.high, larger);
@@ -181,75 +186,89 @@ __global__ void __launch_bounds__(kStatsThreads, 3) key_value_stats(const Quanti
   }
 }
 
-// finalize_stats: one CTA per (batch, kv head, 32 channels); chunks to means and scales.
-// Threads    lane = channel; warp w adds chunks w, w + warps, ... (32 warps, or one per chunk).
-// Smem       partial[warps][4][32], then total[4][32].   Barriers: one after each is written.
-// Traffic    the workspace once: 1/64 of k and v.
+// finalize_stats: one CTA per (batch, kv head); chunks to means and scales.
+// Threads    thread % head_dim = channel; thread group w adds chunks w, w + groups, ...
+// Smem       partial[groups][4][head_dim], then total[4][head_dim], then a mean on its way through the
+//            rotation.   Barriers: one after each is written, two for a stage of the rotation.
+// Traffic    the workspace once: 1/32 of k and v.
 template <int kHeadDim>
-__global__ void __launch_bounds__(kFinalizeMaxWarps * 32)
-    finalize_stats(const QuantizeParams params) {
-  __shared__ float partial[kFinalizeMaxWarps][4][kFinalizeChannels];
-  __shared__ float total[4][kFinalizeChannels];
-  constexpr int kParts = kHeadDim / kFinalizeChannels;
+__global__ void __launch_bounds__(kFinalizeThreads) finalize_stats(const QuantizeParams params) {
+  constexpr int kMaxGroups = kFinalizeThreads / kHeadDim;
+  __shared__ float partial[kMaxGroups][4][kHeadDim];
+  __shared__ float total[4][kHeadDim];
+  __shared__ float stage_in[kHeadDim];
 
-  const int part = static_cast<int>(blockIdx.x) % kParts;
-  const int head = static_cast<int>(blockIdx.x) / kParts % params.num_heads_kv;
-  const int batch = static_cast<int>(blockIdx.x) / kParts / params.num_heads_kv;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int num_warps = static_cast<int>(blockDim.x) / 32;
-  const int channel = part * kFinalizeChannels + lane;
+  const int head = static_cast<int>(blockIdx.x) % params.num_heads_kv;
+  const int batch = static_cast<int>(blockIdx.x) / params.num_heads_kv;
+  const int channel = static_cast<int>(threadIdx.x) % kHeadDim;
+  const int group = static_cast<int>(threadIdx.x) / kHeadDim;
+  const int num_groups = static_cast<int>(blockDim.x) / kHeadDim;
   const int num_chunks = static_cast<int>(quantize_chunks(params.seqlen_k));
 
   float sum_k = 0.0f, sum_v = 0.0f, low = INFINITY, high = -INFINITY;
 #pragma unroll 4
-  for (int chunk = warp; chunk < num_chunks; chunk += num_warps) {
+  for (int chunk = group; chunk < num_chunks; chunk += num_groups) {
     const float* slot = workspace_slot(params, batch, head, chunk) + channel;
     sum_k += slot[kSumK * kHeadDim];
     sum_v += slot[kSumV * kHeadDim];
     low = fminf(low, slot[kMinV * kHeadDim]);
     high = fmaxf(high, slot[kMaxV * kHeadDim]);
   }
-  partial[warp][kSumK][lane] = sum_k;
-  partial[warp][kSumV][lane] = sum_v;
-  partial[warp][kMinV][lane] = low;
-  partial[warp][kMaxV][lane] = high;
+  partial[group][kSumK][channel] = sum_k;
+  partial[group][kSumV][channel] = sum_v;
+  partial[group][kMinV][channel] = low;
+  partial[group][kMaxV][channel] = high;
   __syncthreads();
 
-  // One warp per statistic (all four by the first warp when there are fewer than four).
-  for (int row = warp; row < 4; row += num_warps) {
-    float value = partial[0][row][lane];
-    for (int w = 1; w < num_warps; ++w) {
-      const float other = partial[w][row][lane];
+  // One group per statistic (fewer groups: some take several).
+  for (int row = group; row < 4; row += num_groups) {
+    float value = partial[0][row][channel];
+    for (int w = 1; w < num_groups; ++w) {
+      const float other = partial[w][row][channel];
       value = row == kMinV   ? fminf(value, other)
               : row == kMaxV ? fmaxf(value, other)
                              : value + other;
     }
-    total[row][lane] = value;
+    total[row][channel] = value;
   }
   __syncthreads();
-  if (warp != 0) return;
+
+  // The mean of k, rotated as the rows are: stage by stage in shared memory.
+  const int sample = key_sample(params.seqlen_k);
+  const float count_k = static_cast<float>((params.seqlen_k + sample - 1) / sample);
+  const float mean_k = total[kSumK][channel] / count_k;  // 0 when not smoothing: the sums are 0
+  float rotated = params.hadamard && is_negated(channel) ? -mean_k : mean_k;
+  for (int stage = 0; params.hadamard && 1 << stage < kHeadDim; ++stage) {
+    const int bit = rotation_stage(stage);
+    if (group == 0) stage_in[channel] = rotated;
+    __syncthreads();
+    const float other = stage_in[channel ^ bit];
+    rotated = channel & bit ? other - rotated : rotated + other;
+    __syncthreads();  // all have read
+  }
+  if (group != 0) return;
 
   const bool v_is_float8 = is_float8(params.v_kind);
   const bool center = params.center_value && !v_is_float8;
-  const float count = static_cast<float>(params.seqlen_k);
-  low = total[kMinV][lane];
-  high = total[kMaxV][lane];
-  const float mean_v = center ? total[kSumV][lane] / count : 0.0f;
+  low = total[kMinV][channel];
+  high = total[kMaxV][channel];
+  const float mean_v = center ? total[kSumV][channel] / static_cast<float>(params.seqlen_k) : 0.0f;
   // Rounding is monotone, so the extremes give the largest magnitude. Without a finite value low >
   // high.
   const float amax = low > high ? 0.0f : fmaxf(fabsf(high - mean_v), fabsf(low - mean_v));
 
   const int64_t kv_head = static_cast<int64_t>(batch) * params.num_heads_kv + head;
+  const int64_t place = kv_head * kHeadDim + channel;
   const float v_factor = v_is_float8 ? params.v_factor[kv_head] : 1.0f;
   const ValueScale scale =
       value_scale(amax, v_is_float8, v_factor, params.image_kind == ElementKind::kE5m2);
-  if (!center) params.v_mean[kv_head * kHeadDim + channel] = 0.0f;  // else correct_v_mean's task
-  params.v_descale[kv_head * kHeadDim + channel] = scale.descale;
-  float* results = workspace_slot(params, batch, head, num_chunks) + channel;
-  results[kMeanK * kHeadDim] = total[kSumK][lane] / count;  // 0 when not smoothing: the sums are 0
-  results[kMultiplierV * kHeadDim] = scale.multiplier;
-  results[kMeanV * kHeadDim] = mean_v;
-  results[kGranulesDone * kHeadDim] = 0.0f;  // also the integer 0
+  if (!center) params.v_mean[place] = 0.0f;  // else correct_v_mean's task
+  params.v_descale[place] = scale.descale;
+  float* results = workspace_slot(params, batch, head, num_chunks);
+  results[kMeanK * kHeadDim + image_position(channel)] = rotated;
+  results[kMultiplierV * kHeadDim + channel] = scale.multiplier;
+  results[kMeanV * kHeadDim + channel] = mean_v;
+  results[kGranulesDone * kHeadDim + channel] = 0.0f;  // also the integer 0
 }
 
 }  // namespace jax_fa3

@@ -98,6 +98,7 @@ def test_every_target_has_a_handler(ext):
     assert set(handlers) == {
         "jax_fa3_quantize",
         "jax_fa3_dequantize",
+        "jax_fa3_unrotate",
         "jax_fa3_fwd_fp8",
         "jax_fa3_fwd",
         "jax_fa3_bwd",

@@ -12,6 +12,7 @@ import numpy as np
 
 GRANULE = 128
 SLAB = 64
+ROTATION_BITS = (0, 3, 4, 1, 2, 5, 6, 7)
 SIGN_WORDS = (0x9E3779B97F4A7C15, 0xF39CC0605CEDC834, 0x1082276BF3A27251, 0xF86C6A11D0C18E95)
 FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 NAN_CODE = 0x7F
@@ -28,24 +29,21 @@ def signs(head_dim: int) -> np.ndarray:
 
 
 def rotate(rows: np.ndarray) -> np.ndarray:
-    """Signed, unnormalised Hadamard transform of the last axis; lowest index bit first."""
+    """Signed, unnormalised Hadamard transform of the last axis, in ROTATION_BITS' order."""
     head_dim = rows.shape[-1]
     out = (rows * signs(head_dim)).astype(np.float32)
-    bit = 1
-    while bit < head_dim:
+    for bit in (1 << place for place in ROTATION_BITS if 1 << place < head_dim):
         pairs = out.reshape(*rows.shape[:-1], head_dim // (2 * bit), 2, bit)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         out = np.stack([a + b, a - b], axis=-2).reshape(rows.shape)
-        bit *= 2
     return out
 
 
-def rotated_order(head_dim: int) -> np.ndarray:
-    """rotated_order[p] = coordinate that stands at byte p of an image row after a rotation."""
-    lanes = head_dim // 16
+def image_order(head_dim: int) -> np.ndarray:
+    """image_order[p] = coordinate that stands at byte p of a row of a q or k image."""
     order = np.empty(head_dim, np.int64)
     for i in range(head_dim):
-        order[(i % 4) + 4 * (i // (4 * lanes)) + 16 * (i // 4 % lanes)] = i
+        order[i % 8 + 8 * (i // 32 % 2) + 16 * (i // 8 % 4) + 64 * (i // 64)] = i
     return order
 
 
@@ -146,7 +144,7 @@ def quantize(
       factor, v_factor: [batch, num_heads_kv] float32.
       dtype: ml_dtypes float8 of the images.
       k_mean, v_mean: [batch, num_heads_kv, head_dim] float32 to subtract instead of computing
-        them (their last bits depend on the order of summation).
+        them (their last bits depend on the order of summation); that of k after the rotation.
     Returns: images as uint8 codes; shapes as in cuda/quantize/params.h.
     """
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
@@ -169,15 +167,15 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
     head_dim = q.shape[-1]
     group_size = q.shape[2] // k.shape[2]
     seqlen_k = k.shape[1]
-    order = rotated_order(head_dim) if hadamard else np.arange(head_dim)
+    order = image_order(head_dim)
     q_real, k_real, v_real = heads_first(q), heads_first(k), heads_first(v)
 
     smooth = smooth_key and not is_float8(k)
     center = center_value and not is_float8(v)
     if k_mean is None or not smooth:
-        k_mean = finite_or_zero(k_real).mean(2, dtype=np.float64).astype(np.float32) * np.float32(
-            smooth
-        )
+        sample = finite_or_zero(k_real)[:, :, :: 1 if seqlen_k <= 1024 else 8]
+        k_mean = sample.mean(2, dtype=np.float64).astype(np.float32) * np.float32(smooth)
+        k_mean = rotate(k_mean) if hadamard else k_mean
     if v_mean is None or not center:
         v_mean = finite_or_zero(v_real).mean(2, dtype=np.float64).astype(np.float32) * np.float32(
             center
@@ -197,13 +195,13 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
     q_descale = np.ldexp(np.float32(1), exponent).astype(np.float32)
     if is_float8(q):
         q_descale = q_descale * row_factor
-    mean_of_q_head = np.repeat(k_mean, group_size, axis=1)[:, :, None, :].astype(np.float64)
-    q_shift = ((q_real * mean_of_q_head).sum(-1) * row_factor).astype(np.float32)
+    # a product is the same before and after the rotation, but for its factor
+    of_q_head = np.repeat(k_mean, group_size, axis=1)[:, :, None, :].astype(np.float64)
+    products = ((rotate(q_real) / head_dim if hadamard else q_real) * of_q_head).sum(-1)
+    q_shift = (products * row_factor).astype(np.float32)
 
     # k: one exponent a granule
-    y = k_real - k_mean[:, :, None, :]
-    if hadamard:
-        y = rotate(y)
+    y = (rotate(k_real) if hadamard else k_real) - k_mean[:, :, None, :]
     magnitudes = pad_axis(np.abs(finite_or_zero(y)).max(-1), 2, GRANULE)
     granules = magnitudes.reshape(*magnitudes.shape[:2], -1, GRANULE)
     k_exponent = operand_exponent(granules.max(-1), head_dim)

@@ -1,9 +1,9 @@
 // Runs a CUDA kernel's source on the host, one fiber per thread, one block after another. For tests
 // only.
 //
-// Served: threadIdx/blockIdx/blockDim.x, __shared__, __syncthreads(_or), __shfl_xor_sync and
-// __ballot_sync over whole warps, __ldg, __ldcs, __ldcg, __threadfence, atomicAdd. A collective that some thread of its warp or block
-// never reaches is reported, not waited for.
+// Served: threadIdx/blockIdx/blockDim.x, __shared__, __syncthreads(_or), __shfl_xor_sync,
+// __ballot_sync and mma_m16n8k16 by whole warps, __ldg, __ldcs, __ldcg, __threadfence, atomicAdd. A
+// collective that some thread of its warp or block never reaches is reported, not waited for.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -19,6 +19,8 @@
 #include <memory>
 #include <stdexcept>
 #include <vector>
+
+#include "cuda/ptx/mma.cuh"
 
 #undef __device__
 #undef __global__
@@ -201,6 +203,37 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
   for (uint32_t value : cuda_on_host::Block::current->meet_warp(predicate))
     votes |= value << lane++;
   return votes;
+}
+
+// The sum over k as a tree, neighbours first, in float32: what a butterfly computes.
+template <bool kIsBf16>
+void jax_fa3::ptx::mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const auto meet = [](uint32_t word) { return cuda_on_host::Block::current->meet_warp(word); };
+  const std::vector<uint32_t> words[6] = {meet(a[0]), meet(a[1]), meet(a[2]),
+                                          meet(a[3]), meet(b0),   meet(b1)};
+  const auto value = [](uint32_t word, int half) {
+    const uint32_t bits = word >> 16 * half & 0xffffu;
+    if (!kIsBf16) return __half2float(__half(__half_raw{static_cast<unsigned short>(bits)}));
+    const uint32_t wide = bits << 16;
+    float number;
+    memcpy(&number, &wide, sizeof(number));
+    return number;
+  };
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    float products[16];
+    for (int k = 0; k < 16; ++k) {
+      const std::vector<uint32_t>& of_a = words[k / 8 * 2 + row / 8];
+      const std::vector<uint32_t>& of_b = words[4 + k / 8];
+      products[k] =
+          value(of_a[row % 8 * 4 + k % 8 / 2], k % 2) * value(of_b[column * 4 + k % 8 / 2], k % 2);
+    }
+    for (int width = 8; width > 0; width /= 2) {
+      for (int k = 0; k < width; ++k) products[k] = products[2 * k] + products[2 * k + 1];
+    }
+    d[i] += products[0];
+  }
 }
 
 // Vector loads also check the alignment that the device insists on.

@@ -106,9 +106,10 @@ void bind_numerics(py::module_& m) {
           return has_nonfinite(pairs, is_bf16);
         }));
   m.def("is_negated", py::vectorize([](int column) { return is_negated(column); }));
-  m.def("pair_sign_mask", py::vectorize([](int column) { return pair_sign_mask(column); }));
-  m.def("rotated_position",
-        py::vectorize([](int head_dim, int i) { return rotated_position(head_dim, i); }));
+  m.def("with_signs", py::vectorize([](uint32_t pair, int column) {
+          return with_signs(pair, chunk_signs(column / 8), column % 8 / 2);
+        }));
+  m.def("image_position", py::vectorize([](int i) { return image_position(i); }));
 }
 
 void bind_grid(py::module_& m) {

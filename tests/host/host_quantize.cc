@@ -6,6 +6,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 // Before the kernels: it makes their CUDA words mean something here.
 // clang-format off
@@ -16,6 +17,7 @@
 #include "cuda/quantize/grid.h"
 #include "cuda/quantize/quantize_kernel.cuh"
 #include "cuda/quantize/stats_kernels.cuh"
+#include "cuda/quantize/unrotate_kernel.cuh"
 
 namespace py = pybind11;
 using namespace jax_fa3;  // NOLINT
@@ -37,15 +39,20 @@ ElementKind kind_of(const std::string& dtype) {
 
 template <int kHeadDim>
 void run_kernels(const QuantizeParams& params, const QuantizeGrid& grid) {
-  cuda_on_host::launch(grid.stats_blocks, kStatsThreads,
-                       [&] { key_value_stats<kHeadDim>(params); });
+  const bool all_bf16 = params.q_kind == ElementKind::kBf16 &&
+                        params.k_kind == ElementKind::kBf16 && params.v_kind == ElementKind::kBf16;
+  cuda_on_host::launch(grid.stats_blocks, kStatsThreads, [&] {
+    all_bf16 ? key_value_stats<kHeadDim, true>(params) : key_value_stats<kHeadDim, false>(params);
+  });
   cuda_on_host::launch(grid.finalize_blocks, grid.finalize_threads,
                        [&] { finalize_stats<kHeadDim>(params); });
   cuda_on_host::launch(grid.kv_blocks + grid.q_blocks, QuantizeTraits<kHeadDim>::kThreads, [&] {
     if (params.image_kind == ElementKind::kE5m2) {
-      quantize<kHeadDim, true>(params, grid.kv_blocks);
+      quantize<kHeadDim, true, false>(params, grid);
+    } else if (!all_bf16) {
+      quantize<kHeadDim, false, false>(params, grid);
     } else {
-      quantize<kHeadDim, false>(params, grid.kv_blocks);
+      quantize<kHeadDim, false, true>(params, grid);
     }
   });
 }
@@ -118,47 +125,74 @@ py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
   return results;
 }
 
-// Images back to bfloat16, as bytes: rows of q or k, or the granules of v.
-Bytes dequantize_rows_on_host(Bytes image, Floats descale, int rows_per_descale, int group_rows,
-                              const std::string& image_dtype, int batch, int seqlen, int heads,
-                              int head_dim) {
-  const int rows =
-      static_cast<int>(image.nbytes() / (static_cast<int64_t>(batch) * heads) / head_dim);
-  const int64_t chunks = static_cast<int64_t>(batch) * seqlen * heads * (head_dim / 16);
-  GuardedBuffer out(chunks * 32);
-  cuda_on_host::launch((chunks + kDequantizeThreads - 1) / kDequantizeThreads, kDequantizeThreads,
-                       [&] {
-                         dequantize_rows_kernel(image.data(), descale.data(), rows_per_descale,
-                                                group_rows, kind_of(image_dtype), chunks, seqlen,
-                                                rows, heads, head_dim, out.as<uint4>());
-                       });
-  Bytes bytes(static_cast<py::ssize_t>(out.bytes()));
-  memcpy(bytes.mutable_data(), out.as<char>(), out.bytes());
-  return bytes;
+// Images back to bfloat16, as bytes: {"q": ..., "k": ..., "v": ...}. `images`: what quantize_on_host
+// returned.
+py::dict dequantize_on_host(py::dict images, const std::string& image_dtype, int batch,
+                            int seqlen_q, int seqlen_k, int num_heads_q, int num_heads_kv,
+                            int head_dim) {
+  DequantizeParams params{};
+  const auto bytes_of = [&](const char* name) { return images[name].cast<Bytes>().data(); };
+  const auto floats_of = [&](const char* name) {
+    return reinterpret_cast<const float*>(bytes_of(name));
+  };
+  params.q_image = bytes_of("q_image"), params.q_descale = floats_of("q_descale");
+  params.k_image = bytes_of("k_image"), params.k_descale = floats_of("k_descale");
+  params.v_image = bytes_of("v_image"), params.v_descale = floats_of("v_descale");
+  params.v_mean = floats_of("v_mean");
+  params.image_kind = kind_of(image_dtype), params.batch = batch, params.head_dim = head_dim;
+  params.seqlen_q = seqlen_q, params.seqlen_k = seqlen_k;
+  params.num_heads_q = num_heads_q, params.num_heads_kv = num_heads_kv;
+  const int64_t keys = static_cast<int64_t>(batch) * seqlen_k * num_heads_kv * head_dim;
+  GuardedBuffer q(static_cast<int64_t>(batch) * seqlen_q * num_heads_q * head_dim * 2);
+  GuardedBuffer k(keys * 2), v(keys * 2);
+  params.q = q.as<void>(), params.k = k.as<void>(), params.v = v.as<void>();
+  const DequantizeGrid grid(params);
+  cuda_on_host::launch(grid.q_blocks + 2 * grid.k_blocks, kDequantizeThreads, [&] {
+    head_dim == 64    ? dequantize<64>(params, grid)
+    : head_dim == 128 ? dequantize<128>(params, grid)
+                      : dequantize<256>(params, grid);
+  });
+  py::dict results;
+  for (const auto& [name, buffer] : {std::pair{"q", &q}, std::pair{"k", &k}, std::pair{"v", &v}}) {
+    Bytes bytes(static_cast<py::ssize_t>(buffer->bytes()));
+    memcpy(bytes.mutable_data(), buffer->as<char>(), buffer->bytes());
+    results[name] = bytes;
+  }
+  return results;
 }
 
-Bytes dequantize_values_on_host(Bytes image, Floats descale, Floats mean,
-                                const std::string& image_dtype, int batch, int seqlen, int heads,
-                                int head_dim) {
-  const int granules = static_cast<int>(round_up(seqlen, kGranule) / kGranule);
-  GuardedBuffer out(static_cast<int64_t>(batch) * seqlen * heads * head_dim * 2);
-  cuda_on_host::launch(batch * heads * granules, kGranule, [&] {
-    dequantize_values_kernel(image.data(), descale.data(), mean.data(), kind_of(image_dtype),
-                             seqlen, granules, heads, head_dim, out.as<uint2>());
+// Gradients, bfloat16 as bytes, through unrotate: {"dq": ..., "dk": ...}.
+py::dict unrotate_on_host(Bytes dq, Bytes dk, float scale, Floats k_mean, Floats row_sums,
+                          int head_dim) {
+  UnrotateParams params{};
+  params.batch = static_cast<int>(dq.shape(0));
+  params.seqlen_q = static_cast<int>(dq.shape(1)), params.seqlen_k = static_cast<int>(dk.shape(1));
+  params.num_heads_q = static_cast<int>(dq.shape(2));
+  params.num_heads_kv = static_cast<int>(dk.shape(2));
+  params.head_dim = head_dim, params.out_kind = ElementKind::kBf16, params.scale = &scale;
+  params.dq = dq.data(), params.dk = dk.data();
+  params.k_mean = k_mean.data(), params.row_sums = row_sums.data();
+  GuardedBuffer dq_out(dq.nbytes()), dk_out(dk.nbytes());
+  params.dq_out = dq_out.as<void>(), params.dk_out = dk_out.as<void>();
+  const UnrotateGrid grid(params);
+  cuda_on_host::launch(grid.q_blocks + grid.k_blocks, kUnrotateThreads, [&] {
+    head_dim == 64    ? unrotate<64>(params, grid)
+    : head_dim == 128 ? unrotate<128>(params, grid)
+                      : unrotate<256>(params, grid);
   });
-  Bytes bytes(static_cast<py::ssize_t>(out.bytes()));
-  memcpy(bytes.mutable_data(), out.as<char>(), out.bytes());
-  return bytes;
+  py::dict results;
+  for (const auto& [name, buffer] : {std::pair{"dq", &dq_out}, std::pair{"dk", &dk_out}}) {
+    Bytes bytes(static_cast<py::ssize_t>(buffer->bytes()));
+    memcpy(bytes.mutable_data(), buffer->as<char>(), buffer->bytes());
+    results[name] = bytes;
+  }
+  return results;
 }
 
 }  // namespace
 
 void bind_quantize(py::module_& module) {
   module.def("quantize_on_host", &quantize_on_host);
-  module.def("dequantize_rows_on_host", &dequantize_rows_on_host);
-  module.def("dequantize_values_on_host", &dequantize_values_on_host);
-  module.def("value_smem_offset", py::vectorize([](int head_dim, int key, int channel) {
-               return head_dim == 64 ? QuantizeTraits<64>::value_smem_offset(key, channel)
-                                     : QuantizeTraits<128>::value_smem_offset(key, channel);
-             }));
+  module.def("dequantize_on_host", &dequantize_on_host);
+  module.def("unrotate_on_host", &unrotate_on_host);
 }

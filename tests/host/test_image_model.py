@@ -10,7 +10,7 @@ import pytest
 from gpu import image_model, quantize_data
 from gpu.quantize_data import Case
 
-from jax_fa3 import Quantization, _ffi, _fp8_model
+from jax_fa3 import Quantization, _fp8_model
 from jax_fa3._shapes import Config, Operands
 
 CASES = [
@@ -30,7 +30,7 @@ CASES = [
 def natural_order(host, case, images):
     """q, k [batch, seqlen, heads, head_dim] and v alike, as codes, out of the images."""
     head_dim = case.head_dim
-    order = image_model.rotated_order(head_dim) if case.hadamard else np.arange(head_dim)
+    order = image_model.image_order(head_dim)
     found = []
     for image, seqlen, group in (
         (images["q_image"], case.seqlen_q, 64),
@@ -48,13 +48,6 @@ def natural_order(host, case, images):
     codes = granules.reshape(*image.shape[:2], -1, head_dim)
     found.append(np.swapaxes(codes[:, :, : case.seqlen_k], 1, 2))
     return found
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_rotated_order_of_the_gradients(head_dim):
-    """The backward pass undoes the rotation in the order in which the images hold it."""
-    expected = image_model.rotated_order(head_dim)
-    np.testing.assert_array_equal(_ffi.rotated_order(head_dim), expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -60,27 +60,6 @@ def test_row_major_reads_without_swizzle_would_conflict():
     assert len(set((np.arange(8) * 128) // 16 % 8)) == 1
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_value_transpose_reads_touch_every_bank_once(host, head_dim):
-    """A warp of the quantiser reads 8 key groups x 4 channel pairs, 4 bytes each."""
-    lane = np.arange(32)
-    for step in range(16):
-        for first_pair in range(0, min(head_dim, 128) // 2, 4):
-            offsets = host.value_smem_offset(
-                head_dim, 16 * (lane % 8) + step, 2 * (first_pair + lane // 8)
-            )
-            assert len(set(offsets // 4 % 32)) == 32
-            assert (offsets % 4 == 0).all()
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_value_tile_in_shared_memory_overlaps_nowhere(host, head_dim):
-    keys, channels = np.meshgrid(np.arange(128), np.arange(min(head_dim, 128)), indexing="ij")
-    offsets = host.value_smem_offset(head_dim, keys, channels)
-    assert len(np.unique(offsets)) == offsets.size
-    assert (host.value_smem_offset(head_dim, np.arange(128), 0) % 16 == 0).all()
-
-
 # ---- wgmma, from its documented register layouts ---------------------------------------------
 
 
@@ -181,8 +160,8 @@ def test_value_chunk_is_cast_in_key_order(host):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_rotated_positions_are_a_permutation(host, head_dim):
-    positions = host.rotated_position(head_dim, np.arange(head_dim))
+def test_image_positions_are_a_permutation(host, head_dim):
+    positions = host.image_position(np.arange(head_dim))
     np.testing.assert_array_equal(np.sort(positions), np.arange(head_dim))
 
 

@@ -14,20 +14,7 @@ from gpu.quantize_data import Case
 
 def run_on_host(host, case, q, k, v, factor, v_factor):
     """Results as arrays, images as uint8, with the means out of the workspace."""
-
-    def as_bytes(x):
-        return np.ascontiguousarray(x).view(np.uint8)
-
-    raw = host.quantize_on_host(
-        *(as_bytes(x) for x in (q, k, v)),
-        *(x.dtype.name for x in (q, k, v)),
-        quantize_data.DTYPES[case.image_dtype].name,
-        factor,
-        v_factor,
-        case.hadamard,
-        case.smooth_key,
-        case.center_value,
-    )
+    raw = raw_results(host, case, q, k, v, factor, v_factor)
     rows = int(host.round_up(case.seqlen_q, 64))
     keys = int(host.round_up(case.seqlen_k, 128))
     q_lead = (case.batch, case.num_heads_kv * case.group_size)
@@ -47,9 +34,28 @@ def run_on_host(host, case, q, k, v, factor, v_factor):
         name: raw[name].view(np.uint8 if "image" in name else np.float32).reshape(shape)
         for name, shape in shapes.items()
     }
-    results["k_mean"] = results["workspace"][:, :, -1, 0]
+    positions = host.image_position(np.arange(case.head_dim))
+    results["k_mean"] = results["workspace"][:, :, -1, 0, positions]  # rotated where k is
     results["centre"] = results["workspace"][:, :, -1, 2]
     return results
+
+
+def raw_results(host, case, q, k, v, factor, v_factor):
+    """What the kernels write, as bytes by name."""
+
+    def as_bytes(x):
+        return np.ascontiguousarray(x).view(np.uint8)
+
+    return host.quantize_on_host(
+        *(as_bytes(x) for x in (q, k, v)),
+        *(x.dtype.name for x in (q, k, v)),
+        quantize_data.DTYPES[case.image_dtype].name,
+        factor,
+        v_factor,
+        case.hadamard,
+        case.smooth_key,
+        case.center_value,
+    )
 
 
 def model_of(case, inputs, **means):
@@ -105,29 +111,26 @@ def test_images_multiply_to_the_logits(host, head_dim):
 
 
 @pytest.mark.parametrize("image_dtype", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_dequantised_operands_multiply_to_the_logits(host, head_dim, image_dtype):
     """Images of several batches and heads come back in the natural layout, q and k unrounded."""
     case = Case(seqlen_q=70, seqlen_k=200, head_dim=head_dim, batch=2, num_heads_kv=2,
                 group_size=2, image_dtype=image_dtype)  # fmt: skip
     q, k, v, factor, v_factor = quantize_data.make(case)
     results = run_on_host(host, case, q, k, v, factor, v_factor)
-    dtype = quantize_data.DTYPES[image_dtype].name
-
-    def rows(name, seqlen, heads, per_descale, group):
-        raw = host.dequantize_rows_on_host(
-            results[f"{name}_image"], results[f"{name}_descale"], per_descale, group, dtype,
-            case.batch, seqlen, heads, head_dim,
-        )  # fmt: skip
-        return raw.view(ml_dtypes.bfloat16).reshape(case.batch, seqlen, heads, head_dim)
-
-    query, key = rows("q", 70, 4, 1, 64), rows("k", 200, 2, 128, 128)
-    value = host.dequantize_values_on_host(
-        results["v_image"], results["v_descale"], results["v_mean"], dtype,
-        case.batch, 200, 2, head_dim,
+    raw = host.dequantize_on_host(
+        raw_results(host, case, q, k, v, factor, v_factor),
+        quantize_data.DTYPES[image_dtype].name, case.batch, 70, 200, 4, 2, head_dim,
     )  # fmt: skip
-    value = value.view(ml_dtypes.bfloat16).reshape(case.batch, 200, 2, head_dim)
+    query, key, value = (
+        raw[name].view(ml_dtypes.bfloat16).reshape(x.shape)
+        for name, x in (("q", q), ("k", k), ("v", v))
+    )
+    # Rotated coordinates stand in their order.
+    rotated = image_model.rotate(q.astype(np.float32)) / np.float32(head_dim)
+    rotated *= np.repeat(factor, 2, axis=1)[:, None, :, None]
     noise = 0.1 if image_dtype == "e5m2" else 0.05
+    assert np.linalg.norm(query.astype(float) - rotated) < noise * np.linalg.norm(rotated)
     for batch in range(case.batch):
         for head in range(4):
             logits = query[batch, :, head].astype(float) @ key[batch, :, head // 2].astype(float).T
@@ -142,6 +145,27 @@ def test_dequantised_operands_multiply_to_the_logits(host, head_dim, image_dtype
         query.astype(np.float32) / np.swapaxes(results["q_descale"][:, :, :70], 1, 2)[..., None]
     )
     np.testing.assert_array_equal(scaled.astype(quantize_data.DTYPES[image_dtype]), scaled)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_are_rotated_back(host, head_dim):
+    """The transposed rotation, the factor of query, and what the mean of the keys adds to it."""
+    rng = np.random.default_rng(2)
+    dq, dk = (
+        rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+        for shape in ((2, 70, 6, head_dim), (2, 131, 3, head_dim))
+    )
+    k_mean = rng.standard_normal((2, 3, head_dim)).astype(np.float32)
+    row_sums = rng.standard_normal((2, 6, 70)).astype(np.float32)
+    raw = host.unrotate_on_host(
+        dq.view(np.uint8), dk.view(np.uint8), 0.3, k_mean, row_sums, head_dim
+    )
+    matrix = image_model.rotate(np.eye(head_dim, dtype=np.float32)).astype(float)  # x -> x @ matrix
+    of_rows = dq.astype(float) @ matrix.T * (np.log2(np.e) / head_dim)
+    of_mean = np.swapaxes(row_sums, 1, 2)[..., None] * np.repeat(k_mean, 2, axis=1)[:, None]
+    for name, x, exact in (("dq", dq, 0.3 * (of_rows + of_mean)), ("dk", dk, dk @ matrix.T)):
+        result = raw[name].view(ml_dtypes.bfloat16).reshape(x.shape).astype(float)
+        np.testing.assert_allclose(result, exact, rtol=2**-8, atol=1e-5 * np.abs(exact).max())
 
 
 def test_check_rejects_wrong_images(host):
@@ -259,13 +283,14 @@ def test_signs(host):
     np.testing.assert_array_equal(host.is_negated(columns), expected < 0)
     even = columns[::2]
     masks = (expected[::2] < 0) * 0x8000 + (expected[1::2] < 0) * 0x80000000
-    np.testing.assert_array_equal(host.pair_sign_mask(even), masks.astype(np.uint32))
+    pairs = np.uint32(0x3F80C040)
+    np.testing.assert_array_equal(host.with_signs(pairs, even), pairs ^ masks.astype(np.uint32))
 
 
-def test_rotated_positions(host):
+def test_image_positions(host):
     for head_dim in (64, 128, 256):
-        positions = host.rotated_position(head_dim, np.arange(head_dim))
-        order = image_model.rotated_order(head_dim)
+        positions = host.image_position(np.arange(head_dim))
+        order = image_model.image_order(head_dim)
         np.testing.assert_array_equal(order[positions], np.arange(head_dim))
 
 
@@ -293,10 +318,10 @@ def grid(
 
 
 def test_grid(host):
-    assert grid(host) == (8, 16, 64, 32, 12)
+    assert grid(host) == (16, 4, 512, 32, 12)
     assert grid(host, batch=70_000)[4] == 420_000
-    assert grid(host, seqlen_k=2**20)[:3] == (4 * 2048, 16, 1024)
-    assert host.quantize_workspace_floats(2, 3, 513, 128) == 2 * 3 * 3 * 4 * 128
+    assert grid(host, seqlen_k=2**20)[:3] == (4 * 4096, 4, 1024)
+    assert host.quantize_workspace_floats(2, 3, 513, 128) == 2 * 3 * 4 * 4 * 128
 
 
 @pytest.mark.parametrize(

@@ -189,16 +189,17 @@ def hadamard_matrix(head_dim: int) -> Array:
 
 
 def butterfly(x: Array) -> Array:
-    """The same product by float32 additions, one pair at a time, lowest index bit first."""
+    """The same product by float32 additions, one pair at a time, in the kernel's order of bits."""
     y = (x * signs(x.shape[-1])).astype(np.float32)
-    bit = 1
-    while bit < x.shape[-1]:
+    for bit in (1, 8, 16, 2, 4, 32, 64, 128):
+        if bit >= x.shape[-1]:
+            continue
         z = y.copy()
         for i in range(x.shape[-1]):
             if not i & bit:
                 z[..., i] = y[..., i] + y[..., i | bit]
                 z[..., i | bit] = y[..., i] - y[..., i | bit]
-        y, bit = z, bit * 2
+        y = z
     return y
 
 
@@ -246,7 +247,8 @@ def quantize(
     for ib, ik in np.ndindex(b, hk):
         k_mean = np.zeros(d, np.float32)
         if smooth_key and key.dtype not in FLOAT8:
-            k_mean = k[ib, :, ik].astype(np.float64).mean(axis=0).astype(np.float32)
+            sample = k[ib, :: 8 if sk > 1024 else 1, ik].astype(np.float64)
+            k_mean = sample.mean(axis=0).astype(np.float32)
         if center_value and value.dtype not in FLOAT8:
             v_mean[ib, ik] = v[ib, :, ik].astype(np.float64).mean(axis=0)
         for ih in range(ik * group, (ik + 1) * group):
@@ -258,8 +260,8 @@ def quantize(
                 q_out[ib, i, ih] = cast(y[i] / np.float32(step), format_name)
                 q_descale[ib, ih, i] = step * (factor[ib, ik] if query.dtype in FLOAT8 else 1.0)
             q_shift[ib, ih] = (q[ib, :, ih].astype(np.float64) * factor[ib, ik]) @ k_mean
-        y = k[ib, :, ik] - k_mean
-        y = butterfly(y) if rotate else y
+        y = k[ib, :, ik]
+        y = butterfly(y) - butterfly(k_mean) if rotate else y - k_mean
         for start in range(0, sk, 128):
             granule = slice(start, start + 128)
             step = power_of_two(np.abs(y[granule]).max(), d)

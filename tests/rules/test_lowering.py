@@ -55,7 +55,7 @@ def test_fp8_calls_operands_and_attributes() -> None:
         "2x3x6x64x128xf8E4M3FN",
         "2x3x64xf32",
         "2x3x64xf32",
-        "2x3x3x4x64xf32",
+        "2x3x4x4x64xf32",
     ]
     assert attributes(text, "jax_fa3_quantize") == {
         "hadamard": "true",
@@ -244,7 +244,7 @@ class TestExport:
 def test_gradient_holds_the_forward_kernel_once_and_saves_by_name() -> None:
     args = inputs()
     text = cuda_text(jax.value_and_grad(loss_of(attend()), (0, 1, 2)), *args)
-    backward = ["jax_fa3_quantize", "jax_fa3_dequantize", "jax_fa3_bwd"]
+    backward = ["jax_fa3_quantize", "jax_fa3_dequantize", "jax_fa3_bwd", "jax_fa3_unrotate"]
     assert calls(text) == [*FP8_CALLS, *backward]
     jaxpr = str(jax.make_jaxpr(jax.grad(loss_of(attend())))(*args))
     assert "name=jax_fa3_out" in jaxpr
