@@ -43,11 +43,7 @@ def both_passes(path: Any, head_dim: int, smooth: bool) -> Any:
             for shard, mine in steps
         ]
         total = grads[0]._replace(rows=grads[0].rows + grads[1].rows)
-        order = part.form.order(head_dim)
-        of_other = grads[1].shard
-        if order is not None:  # of the model and of the images alike
-            of_other = (of_other[0][..., np.argsort(order)], of_other[1])
-        return out, logsumexp, part.finish(rows, scale, total, whole), of_other
+        return out, logsumexp, part.finish(rows, scale, total, whole), grads[1].shard
 
     return jax.jit(run)
 
