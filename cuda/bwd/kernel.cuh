@@ -7,7 +7,7 @@
 //            kApart: warpgroup 1 = dQ, and the math warpgroups run free of one another. Else the math
 //            warpgroups make dQ too, a 64 x 64 piece of every step each, from all 128 keys.
 // Smem       k | v | q[q stages] | dout[dout stages] | dS^T[buffers] | 4 KiB of staging per warp that
-//            makes dQ | row_lse[q stages] | row_delta[dout stages] | ones | barriers
+//            makes dQ | ones | row_lse[q stages] | row_delta[dout stages] | barriers
 // mbarriers  name         arrivals          waiter   meaning
 //            k_full       1 + bytes         math,dQ  the CTA's keys have landed (once)
 //            v_full       1 + bytes         math     likewise its values

@@ -19,11 +19,13 @@ struct BwdSmem {
   static constexpr int kOutGrads = kQueries + kQStages * Traits::kQueryBytes;
   static constexpr int kScoreGrads = kOutGrads + kDoStages * Traits::kQueryBytes;
   static constexpr int kStaging = kScoreGrads + Traits::kScoreGradBuffers * Traits::kScoreGradBytes;
-  static constexpr int kRowLse = kStaging + Traits::kStagingWarps * (kPieceWarpFloats * 4);
-  static constexpr int kRowDelta = kRowLse + kQStages * Traits::kRowBytes;
-  static constexpr int kOnes = kRowDelta + kDoStages * Traits::kRowBytes;
+  // compute-sanitizer takes the 8 rows of ones, which every row of the operand repeats, for 2 KiB: what
+  // follows them must be as long.
+  static constexpr int kOnes = kStaging + Traits::kStagingWarps * (kPieceWarpFloats * 4);
   static constexpr int kOnesBytes = 256;
-  static constexpr int kBarriers = kOnes + kOnesBytes;
+  static constexpr int kRowLse = kOnes + kOnesBytes;
+  static constexpr int kRowDelta = kRowLse + kQStages * Traits::kRowBytes;
+  static constexpr int kBarriers = kRowDelta + kDoStages * Traits::kRowBytes;
   static constexpr int kNumBarriers =
       2 + 2 * kQStages + 2 * kDoStages + (Traits::kApart ? 2 * Traits::kScoreGradBuffers : 0);
   static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
