@@ -112,8 +112,8 @@ def test_one_key() -> None:
             assert np.abs(grads["key"].astype(np.float64)).max() <= 1e-5
             sums = dout.sum(axis=1).reshape(2, 2, 2, 64).sum(axis=2)[:, None]
             np.testing.assert_allclose(
-                grads["value"].astype(np.float64), sums, rtol=4e-3, atol=8e-3
-            )  # the backward of an FP8 forward multiplies in bfloat16
+                grads["value"].astype(np.float64), sums, rtol=8e-3, atol=4e-2
+            )  # bfloat16 after an FP8 forward: up to 34 values of dout, and the sum, lose 2^-9 each
 
 
 @gpu
