@@ -67,9 +67,8 @@ struct BwdTraits {
   static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;
   static constexpr int kRowBytes = kBlockQ * 4 * bwd_row_words(kHeadDim);  // a step's row numbers
   static constexpr int kScoreGradBytes = kBlockKv * kBlockQ * 2;
-  static constexpr int kPieceBytes = kPieceFloats * 4;
 
-  static_assert(kBlockQ / 64 * kChunks == (kApart ? 1 : kMathWarpgroups),
+  static_assert(kBlockQ == kPieceRows && kChunks == (kApart ? 1 : kMathWarpgroups),
                 "a step makes one 64 x 64 piece of dQ for each warpgroup that takes part");
   static_assert(kBwdRowPad % kBlockQ == 0, "the workspaces hold whole q tiles");
   static_assert(kQStages >= 2 && kQStages <= 4 && kDoStages >= 1 && kDoStages <= 4,

@@ -39,10 +39,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
     const int full_from = Scores::full_from(p, walk, warpgroup);
     BwdStep<Config> step(p, walk);
     BwdStep<Config> last = step;
-    const auto add_last_query_grads = [&] {
-      add_query_grads(p, walk, last, Product::piece_rows(warpgroup),
-                      Product::piece_chunk(warpgroup), staging);
-    };
+    const auto add_last_query_grads = [&] { add_query_grads(p, walk, last, warpgroup, staging); };
     const auto q_stage = [](int i) { return i % Traits::kQStages; };
     const auto do_stage = [](int i) { return i % Traits::kDoStages; };
     const auto issue_scores = [&](ScoreAcc& acc_s, int i) {
@@ -119,11 +116,10 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       ptx::forget(acc_dq);
       ptx::wgmma_fence();
       const uint32_t base = base16();
-      Product::issue_query_grads(
-          acc_dq,
-          Product::score_grad_descriptor(
-              base + Smem::kScoreGrads16 + i % 2 * Smem::kScoreGradBytes16, warpgroup),
-          Product::key_rows_descriptor(base + Smem::kKeys16, warpgroup));
+      Product::issue_query_grads(acc_dq,
+                                 Product::score_grad_descriptor(base + Smem::kScoreGrads16 +
+                                                                i % 2 * Smem::kScoreGradBytes16),
+                                 Product::key_rows_descriptor(base + Smem::kKeys16, warpgroup));
       ptx::wgmma_commit();
       const uint32_t queries = base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16;
       Product::issue_key_grads(acc_dk, frag_ds, Product::query_rows_descriptor(queries), i > 0);

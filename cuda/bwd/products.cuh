@@ -82,14 +82,6 @@ struct BwdProducts {
     }
   }
 
-  // Which piece of the step's dQ a warpgroup makes: its rows (64 of kBlockQ) and its columns.
-  __device__ __forceinline__ static int piece_rows(int warpgroup) {
-    return Traits::kBlockQ == 128 ? warpgroup : 0;
-  }
-  __device__ __forceinline__ static int piece_chunk(int warpgroup) {
-    return Traits::kBlockQ == 128 ? 0 : warpgroup;
-  }
-
   // Descriptors of tiles at `tile` = shared address / 16.
   // K or V as the A of issue_scores.
   __device__ __forceinline__ static uint64_t key_descriptor(uint32_t tile, int warpgroup) {
@@ -109,14 +101,13 @@ struct BwdProducts {
   __device__ __forceinline__ static uint64_t ones_descriptor(uint32_t ones) {
     return ptx::short_row_descriptor<128, 0>(ones);
   }
-  // dS and K for issue_query_grads.
-  __device__ __forceinline__ static uint64_t score_grad_descriptor(uint32_t tile, int warpgroup) {
-    return ptx::mn_major_descriptor<Traits::kKeyChunkBytes>(
-        tile + piece_rows(warpgroup) * (Traits::kKeyChunkBytes >> 4));
+  // dS for issue_query_grads, and the 64 columns of K that its piece of dQ has.
+  __device__ __forceinline__ static uint64_t score_grad_descriptor(uint32_t tile) {
+    return ptx::mn_major_descriptor<Traits::kKeyChunkBytes>(tile);
   }
-  __device__ __forceinline__ static uint64_t key_rows_descriptor(uint32_t tile, int warpgroup) {
-    return ptx::mn_major_descriptor<Traits::kKeyChunkBytes>(
-        tile + piece_chunk(warpgroup) * (Traits::kKeyChunkBytes >> 4));
+  __device__ __forceinline__ static uint64_t key_rows_descriptor(uint32_t tile, int chunk) {
+    return ptx::mn_major_descriptor<Traits::kKeyChunkBytes>(tile +
+                                                            chunk * (Traits::kKeyChunkBytes >> 4));
   }
 };
 

@@ -20,11 +20,10 @@ __device__ __forceinline__ void stage_query_grads(const float (&acc)[32], uint32
   }
 }
 
-// The staged slice, added to global memory. rows: which 64 query rows of the step; chunk: which 64
-// columns.
+// The staged slice, added to global memory; chunk: which 64 columns.
 template <class Config>
 __device__ __forceinline__ void add_query_grads(const BwdParams& p, const BwdWalk<Config>& walk,
-                                                const BwdStep<Config>& step, int rows, int chunk,
+                                                const BwdStep<Config>& step, int chunk,
                                                 uint32_t staging) {
   using Traits = BwdTraits<Config>;
   ptx::fence_async_proxy();
@@ -32,8 +31,7 @@ __device__ __forceinline__ void add_query_grads(const BwdParams& p, const BwdWal
   const uint32_t own = ptx::opaque(threadIdx.x);
   if (own % 32 == 0) {
     const int64_t head = static_cast<int64_t>(walk.batch) * p.num_heads_q + step.q_head;
-    const int64_t row_blocks =
-        head * (p.rows() / kPieceRows) + step.q_block * (Traits::kBlockQ / kPieceRows) + rows;
+    const int64_t row_blocks = head * (p.rows() / kPieceRows) + step.q_block;
     const int64_t piece = row_blocks * Traits::kChunks + chunk;
     ptx::add_bulk_f32(p.dq_acc + piece * kPieceFloats + own / 32 % 4 * kPieceWarpFloats, staging,
                       kPieceWarpFloats * 4);
@@ -61,17 +59,16 @@ __device__ __forceinline__ void bwd_query_grads_loop(const BwdParams& p,
     ptx::forget(acc);
     ptx::wgmma_fence();
     const uint32_t base = smem.base >> 4;
-    Product::issue_query_grads(
-        acc,
-        Product::score_grad_descriptor(
-            base + Smem::kScoreGrads16 + read.stage * Smem::kScoreGradBytes16, 0),
-        Product::key_rows_descriptor(base + Smem::kKeys16, 0));
+    Product::issue_query_grads(acc,
+                               Product::score_grad_descriptor(base + Smem::kScoreGrads16 +
+                                                              read.stage * Smem::kScoreGradBytes16),
+                               Product::key_rows_descriptor(base + Smem::kKeys16, 0));
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::pin(acc);
     if (is_elected) ptx::mbarrier_arrive(smem.ds_empty(read.stage));
     stage_query_grads(acc, staging);
-    add_query_grads(p, walk, step, 0, 0, staging);
+    add_query_grads(p, walk, step, 0, staging);
     read.advance();
     step.advance(walk);
   }
