@@ -19,6 +19,7 @@ def load_gate():
 
 
 gate = load_gate()
+sass = sys.modules["sass_listing"]
 
 FP8 = ["QGMMA.64x128x32.F32.E4M3.E4M3", "UBLKCP", "USETMAXREG.DEALLOC.CTAPOOL", "BAR.SYNC"]
 GOOD_OPCODES = {
@@ -71,7 +72,7 @@ def extension(changed=None, opcodes=None):
 
 
 def failures(text, ptx_files=()):
-    kernels, architectures = gate.parse_sass(text)
+    kernels, architectures = sass.parse_sass(text)
     found = gate.check_extension(kernels, architectures, ptx_files)
     for kernel in kernels.values():
         found += gate.check_kernel(kernel)
@@ -96,7 +97,7 @@ def test_good_extension_passes():
 
 def test_parser_counts_predicated_instructions_and_variants():
     opcodes = ["MUFU.EX2", "@P1", "MUFU.EX2.F16", "MUFU.RCP", "LDL.64", "LDLX"]
-    kernels, architectures = gate.parse_sass(listing("f", opcodes))
+    kernels, architectures = sass.parse_sass(listing("f", opcodes))
     assert architectures == {"sm_90a"}
     assert kernels["f"].count("MUFU.EX2") == 2
     assert kernels["f"].count("LDL") == 1  # LDLX is another opcode
@@ -175,32 +176,32 @@ def test_unknown_kernel_fails():
 
 def test_demangled_names_are_recognised_too():
     name = "void jax_fa3::fwd_kernel<jax_fa3::FwdFp8D64<jax_fa3::ptx::E4m3, (jax_fa3::Exp2)%d> >()"
-    assert gate.rule_of(gate.Kernel("?", name % 0)).family == "fp8 exact"
-    assert gate.rule_of(gate.Kernel("?", name % 1)).family == "fp8 linear"
+    assert gate.rule_of(sass.Kernel("?", name % 0)).family == "fp8 exact"
+    assert gate.rule_of(sass.Kernel("?", name % 1)).family == "fp8 linear"
 
 
 def test_clean_ptxas_report_passes():
-    kernels, _ = gate.parse_sass(extension())
+    kernels, _ = sass.parse_sass(extension())
     logs = {"a.ptxas.log": "".join(report(symbol) for symbol in kernels)}
     assert gate.check_ptxas(kernels, logs) == []
 
 
 def test_ptxas_report_is_read_per_kernel():
-    entries, advisories = gate.parse_ptxas(report("f", 24) + report("g", 240, 8, 12))
-    assert entries == {"f": gate.PtxasEntry(24, 0), "g": gate.PtxasEntry(240, 20)}
+    entries, advisories = sass.parse_ptxas(report("f", 24) + report("g", 240, 8, 12))
+    assert entries == {"f": sass.PtxasEntry(24, 0), "g": sass.PtxasEntry(240, 20)}
     assert advisories == []
 
 
 @pytest.mark.parametrize(("stores", "loads"), [(4, 0), (0, 4)])
 def test_spill_in_report_fails(stores, loads):
-    kernels, _ = gate.parse_sass(listing("f", []))
+    kernels, _ = sass.parse_sass(listing("f", []))
     (failure,) = gate.check_ptxas(kernels, {"a": report("f", 168, stores, loads)})
     assert "ptxas reports 4 bytes of spills" in failure
 
 
-@pytest.mark.parametrize("code", gate.FATAL_ADVISORIES)
+@pytest.mark.parametrize("code", sass.FATAL_ADVISORIES)
 def test_advisory_in_report_fails(code):
-    kernels, _ = gate.parse_sass(listing("f", []))
+    kernels, _ = sass.parse_sass(listing("f", []))
     line = f"ptxas info    : ({code}) Potential Performance Loss: wgmma.mma_async are serialized"
     (failure,) = gate.check_ptxas(kernels, {"a.log": report("f", advisory=line)})
     assert failure.startswith("a.log: ")
@@ -208,18 +209,18 @@ def test_advisory_in_report_fails(code):
 
 
 def test_report_of_another_build_fails():
-    kernels, _ = gate.parse_sass(listing("f", []))
+    kernels, _ = sass.parse_sass(listing("f", []))
     (failure,) = gate.check_ptxas(kernels, {"a": report("g")})
     assert "another build" in failure
 
 
 def test_resource_usage():
     text = "Resource usage:\n Function f:\n  REG:168 STACK:0\n Function g:\n  REG:24 STACK:0\n"
-    assert gate.parse_resource_usage(text) == {"f": 168, "g": 24}
+    assert sass.parse_resource_usage(text) == {"f": 168, "g": 24}
 
 
 def test_same_code_passes_and_each_difference_fails():
-    first = gate.parse_code(listing("f", ["MUFU.EX2", "BAR.SYNC"]) + "\n" + listing("g", ["LDG.E"]))
+    first = sass.parse_code(listing("f", ["MUFU.EX2", "BAR.SYNC"]) + "\n" + listing("g", ["LDG.E"]))
     assert first["f"] == ["MUFU.EX2 R2, R4 ;", "@!P0 BAR.SYNC R2, R4 ;"]
     assert gate.check_same_code(first, first) == []
     changed = {**first, "f": [*first["f"][:-1], "NOP ;"]}
@@ -232,7 +233,7 @@ def test_same_code_passes_and_each_difference_fails():
 
 
 def test_table_shows_registers_spills_and_counts():
-    kernels, _ = gate.parse_sass(listing(SYMBOLS["exact"].format(0), GOOD_OPCODES["exact"]))
+    kernels, _ = sass.parse_sass(listing(SYMBOLS["exact"].format(0), GOOD_OPCODES["exact"]))
     (kernel,) = kernels.values()
     kernel.registers = 168
     header, row = gate.table([kernel], {"a": report(kernel.symbol, stores=16)}).splitlines()
@@ -247,5 +248,5 @@ def test_missing_file_and_empty_logs_exit_2(tmp_path, capsys):
 
 def test_missing_tool_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(gate.CannotCheckError, match="pip install nvidia-cuda-noobjdump"):
-        gate.find_tool("noobjdump")
+    with pytest.raises(sass.CannotCheckError, match="pip install nvidia-cuda-noobjdump"):
+        sass.find_tool("noobjdump")
