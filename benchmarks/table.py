@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_fa3._cli import grid, text
+from jax_fa3._cli.results import variant
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
@@ -35,14 +36,6 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose first column is text and the others numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def variant(row: dict[str, Any]) -> str:
-    """Column title of a timing or accuracy row."""
-    name = f"{row['impl']} {row['preset'] or row['precision']}"
-    if row["impl"] in ("cudnn_fp8", "fa3_fp8"):
-        name = row["impl"]
-    return name + (" + quantise" if row.get("with_quantize") else "")
 
 
 def shape_name(row: dict[str, Any]) -> str:

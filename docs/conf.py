@@ -1,4 +1,4 @@
-"""Settings of the documentation site: sphinx-build -W --keep-going -n -b dirhtml docs site"""
+"""Settings of the documentation site: sphinx-build -W --keep-going -n docs site"""
 
 import sys
 import tomllib

@@ -6,9 +6,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from jax_fa3._cli.results import variant
 from jax_fa3._cli.text import UsageError
 
-Lines = dict[str, list[tuple[int, float]]]  # points of each label
+Lines = dict[str, dict[int, float]]  # points of each label; the first row of a place counts
 
 
 def require() -> None:
@@ -23,9 +24,8 @@ def speed(rows: list[dict[str, Any]], path: Path, columns: int = 3) -> None:
     rows = [r for r in rows if r["kind"] == "fwd" and r["seqlen_q"] == r["seqlen_k"]]
     for row in sorted(rows, key=lambda row: (row["head_dim"], row["is_causal"])):
         title = f"head_dim {row['head_dim']}, {'causal' if row['is_causal'] else 'no mask'}"
-        label = _label(row) + (" + quantise" if row["with_quantize"] else "")
         lines = panels.setdefault(title, {})
-        lines.setdefault(label, []).append((row["seqlen_q"], row["tflops"]))
+        lines.setdefault(variant(row), {}).setdefault(row["seqlen_q"], row["tflops"])
     _plot(panels, path, columns, "seqlen", "TFLOP/s", "linear")
 
 
@@ -35,12 +35,8 @@ def accuracy(rows: list[dict[str, Any]], path: Path, columns: int = 3) -> None:
     rows = [r for r in rows if r["kind"] == "accuracy" and r["rel_l2"] is not None]
     for row in sorted(rows, key=lambda row: (row["head_dim"], row["data"])):
         lines = panels.setdefault(f"head_dim {row['head_dim']}, {row['data']}", {})
-        lines.setdefault(_label(row), []).append((row["seqlen_k"], row["rel_l2"]))
+        lines.setdefault(variant(row), {}).setdefault(row["seqlen_k"], row["rel_l2"])
     _plot(panels, path, columns, "keys", "relative L2 error", "log")
-
-
-def _label(row: dict[str, Any]) -> str:
-    return f"{row['impl']} {row['preset'] or row['precision']}"
 
 
 def _plot(panels: dict[str, Lines], path: Path, columns: int, x: str, y: str, y_scale: str) -> None:
@@ -68,7 +64,7 @@ def _plot(panels: dict[str, Lines], path: Path, columns: int, x: str, y: str, y_
         for label, points in sorted(lines.items()):
             ours = label.startswith("jax_fa3")
             (handles[label],) = axis.plot(
-                *zip(*sorted(points), strict=True),
+                *zip(*sorted(points.items()), strict=True),
                 color=f"C{labels.index(label) % 10}",
                 marker="o" if ours else "x",
                 linestyle="-" if ours else "--",

@@ -43,6 +43,16 @@ _PACKAGES = (
 )
 
 
+def variant(row: dict[str, Any]) -> str:
+    """What a row of timings or errors is of, in a legend or a heading."""
+    name = f"{row['impl']} {row['preset'] or row['precision']}"
+    if row["impl"] in ("cudnn_fp8", "fa3_fp8"):
+        name = row["impl"]
+    if row.get("devices", 1) > 1:
+        name += f", {row['devices']} GPUs {row['strategy']}"
+    return name + (" + quantise" if row.get("with_quantize") else "")
+
+
 def meta(**extra: Any) -> dict[str, Any]:
     """Card, driver, clocks, power, versions, command and date; extra entries come last."""
     versions = {"python": platform.python_version()}
@@ -69,10 +79,11 @@ def meta(**extra: Any) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """How this program was called, without the path of the checkout or the installation."""
+    """How this program was called, without the folders of the checkout, installation and files."""
     program = Path(sys.argv[0])
     name = "python -m jax_fa3" if program.name == "__main__.py" else program.name
-    return " ".join([name, *map(shlex.quote, sys.argv[1:])])
+    arguments = (Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:])
+    return " ".join([name, *map(shlex.quote, arguments)])
 
 
 def timing_row(

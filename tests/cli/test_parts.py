@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from oracle import numpy_reference
 
-from jax_fa3._cli import accuracy, contenders, gpu_state, grid, results, timing
+from jax_fa3._cli import accuracy, contenders, gpu_state, grid, plots, results, timing
 from jax_fa3._cli.accuracy import Errors, Problem
 from jax_fa3._cli.contenders import Contender, Unavailable
 from jax_fa3._cli.progress import progress
@@ -269,3 +269,46 @@ def test_progress_needs_no_tqdm(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     assert list(progress([1, 2], "loud")) == [1, 2]
     assert terminal.text == ""
+
+
+# ---- result rows as people read them ---------------------------------------------------
+
+ROW = {"kind": "fwd", "impl": "jax_fa3", "precision": "fp8", "preset": "accurate"}
+ROW |= {"with_quantize": True, "head_dim": 128, "is_causal": True}
+ROW |= {"seqlen_q": 4096, "seqlen_k": 4096, "tflops": 900.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, "jax_fa3 accurate + quantise"),
+        ({"preset": None, "precision": "bf16", "with_quantize": False}, "jax_fa3 bf16"),
+        ({"impl": "fa3_fp8", "with_quantize": False}, "fa3_fp8"),
+        ({"devices": 1, "strategy": None}, "jax_fa3 accurate + quantise"),
+        ({"devices": 2, "strategy": "ring"}, "jax_fa3 accurate, 2 GPUs ring + quantise"),
+    ],
+)
+def test_variant_tells_apart_what_was_measured(changed, words):
+    assert results.variant({**ROW, **changed}) == words
+
+
+def test_a_place_of_a_plot_has_one_point(monkeypatch, tmp_path):
+    """A rival is timed beside each of ours; lines through all of its points would zigzag."""
+    drawn = []
+    monkeypatch.setattr(plots, "_plot", lambda panels, *rest: drawn.append(panels))
+    again, two = {"tflops": 950.0}, {"devices": 2, "strategy": "ring", "tflops": 800.0}
+    plots.speed([ROW, {**ROW, **again}, {**ROW, **two}], tmp_path / "no.svg")
+    assert drawn == [
+        {
+            "head_dim 128, causal": {
+                "jax_fa3 accurate + quantise": {4096: 900.0},
+                "jax_fa3 accurate, 2 GPUs ring + quantise": {4096: 800.0},
+            }
+        }
+    ]
+
+
+def test_recorded_command_has_no_folders_of_this_machine(monkeypatch):
+    arguments = ["/a/checkout/benchmarks/two.py", "--json", "/b/c d.json", "results/e.json"]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert results.command_line() == "two.py --json 'c d.json' results/e.json"
