@@ -1,11 +1,12 @@
 """What each choice of the forward kernels is worth: variants of the table in cuda/fwd/config.h.
 
 python benchmarks/ablation.py build --folder build/ablation          # needs nvcc, no GPU
-python benchmarks/ablation.py time --folder build/ablation           # needs a Hopper GPU
+python benchmarks/ablation.py time --folder build/ablation           # needs a Hopper GPU, no nvcc
 
 A variant is a kernel as built with some fields of its config changed, or with tiles dealt out by a
-fixed stride. `build` compiles each into a library of its own; `time` checks each against the kernel
-as built, lets them take turns, and prints a Markdown table (TFLOP/s).
+fixed stride. `build` compiles each into a library of its own, and notes beside it what the compiler
+said; `time` checks each against the kernel as built, lets them take turns, and prints a Markdown
+table (TFLOP/s).
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import table
 
 from jax_fa3 import _ffi
-from jax_fa3._cli import grid, text, timing
+from jax_fa3._cli import grid, results, text, timing
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((8192, False), (8192, True), (1024, False), (1024, True))  # seqlen, is_causal
@@ -87,6 +89,7 @@ def _variants() -> list[Variant]:
             {"kHeadroom": "0.0f"},
             {"kLooksAhead": "true" if head_dim == 64 else "false"},
             {"kQueryStages": "2"},
+            {"kMathWarpgroups": "2" if head_dim == 64 else "3"},
         )
         add(f"FwdFp8D{head_dim}<ptx::E4m3, Exp2::kLinear>", *pipelines("Serial", other))
     add(
@@ -95,9 +98,11 @@ def _variants() -> list[Variant]:
         *({"kMufuEighths": share} for share in ("2", "6", "8")),
     )
     add("Fwd16D64<ptx::Bf16>", *pipelines("Serial", "PingPong", "Intra"),
-        {"kLooksAhead": "false"}, {"kQueryStages": "2"})  # fmt: skip
+        {"kLooksAhead": "false"}, {"kQueryStages": "2"}, {"kMathWarpgroups": "2"},
+        {"kBlockKv": "64"}, {"kBlockKv": "96"}, {"kNumStages": "2"})  # fmt: skip
     add("Fwd16D128<ptx::Bf16>", *pipelines("Serial", "PingPong", "Both"),
-        {"kLooksAhead": "true"}, {"kTwoProbBuffers": "false"})  # fmt: skip
+        {"kLooksAhead": "true"}, {"kTwoProbBuffers": "false"},
+        {"kBlockKv": "64"}, {"kBlockKv": "96"})  # fmt: skip
     add(
         "Fwd16D256<ptx::Bf16>",
         *pipelines("Serial", "PingPong", "Both"),
@@ -148,7 +153,7 @@ extern "C" XLA_FFI_Error* ablation_forward(XLA_FFI_CallFrame* frame) {{
 """
 
 
-def build(folder: Path, jobs: int) -> None:
+def build(variants: Sequence[Variant], folder: Path, jobs: int) -> None:
     """One library per variant; those whose kernels spill or are serialised say so."""
     if shutil.which("nvcc") is None:
         raise text.UsageError("build needs nvcc on PATH")
@@ -172,6 +177,7 @@ def build(folder: Path, jobs: int) -> None:
         command = [*compiler, "-Xptxas=-v", "-shared", str(path), *map(str, common)]
         command += ["-o", str(path.with_suffix(".so"))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        path.with_suffix(".note").write_text("does not compile")
         if done.returncode != 0:
             return f"{variant.base}, {variant.name}: does not compile\n{done.stderr[-500:]}"
         words = done.stderr.replace(",", " ").split()
@@ -179,10 +185,11 @@ def build(folder: Path, jobs: int) -> None:
                       if (b, c) == ("bytes", "spill"))  # fmt: skip
         notes = ["spills"] if spilled else []
         notes += ["is serialised"] if "C751" in done.stderr else []
+        path.with_suffix(".note").write_text(", ".join(notes))
         return f"{variant.base}, {variant.name}: {', '.join(notes) or 'ok'}"
 
     with ThreadPoolExecutor(jobs) as pool:
-        for line in pool.map(compile_variant, VARIANTS):
+        for line in pool.map(compile_variant, variants):
             print(line, flush=True)
 
 
@@ -242,11 +249,13 @@ def forward(variant: Variant, target: str, shape: grid.Shape) -> Any:
     )
 
 
-def time_base(base: str, folder: Path, rounds: int, turn_s: float) -> list[str]:
-    """Table rows of one config."""
-    variants = [variant for variant in VARIANTS if variant.base == base]
+def time_base(
+    variants: Sequence[Variant], folder: Path, rounds: int, turn_s: float, record: results.Recorder
+) -> None:
+    """Rows of one config's variants, the kernel as built first."""
     targets = {v: target for v in variants if (target := register(v, folder)) is not None}
-    speeds: dict[Variant, list[str]] = {variant: [] for variant in targets}
+    if variants[0] not in targets:
+        raise text.UsageError(f"{folder} must hold {variants[0].library}.so; run the step build")
     for seqlen, is_causal in SHAPES:
         head_dim = variants[0].head_dim
         shape = grid.square(16_384 // seqlen, seqlen, 2048 // head_dim, head_dim, is_causal)
@@ -254,38 +263,66 @@ def time_base(base: str, folder: Path, rounds: int, turn_s: float) -> list[str]:
         calls = {v: forward(v, target, shape) for v, target in targets.items()}
         outs = {v: np.asarray(jax.jit(c)(*arrays)[0], np.float32) for v, c in calls.items()}
         expected = outs[variants[0]]
-        sides = {}
-        for variant, out in outs.items():
-            error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
-            if not error <= CLOSE:
-                speeds[variant].append(f"WRONG ({error:.1e})")
-            else:
-                sides[variant.name] = timing.jax_side(calls[variant], *arrays)
+        errors = {
+            v: float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+            for v, out in outs.items()
+        }
+        right = [v for v, error in errors.items() if error <= CLOSE]
+        sides = {v.name: timing.jax_side(calls[v], *arrays) for v in right}
         turns = timing.take_turns(sides, timing.SUSTAINED, rounds, turn_s=turn_s)
-        for variant in targets:
-            if variant.name in turns:
-                speeds[variant].append(f"{shape.flops / turns[variant.name].median / 1e9:.0f}")
-    kind = base.replace("ptx::", "")
-    return [f"| {kind} | {v.name} | " + " | ".join(row) + " |" for v, row in speeds.items()]
+        record.add(row(v, shape, folder, errors.get(v), turns.get(v.name)) for v in variants)
+
+
+def row(
+    variant: Variant,
+    shape: grid.Shape,
+    folder: Path,
+    error: float | None,
+    turns: timing.Turns | None,
+) -> dict[str, Any]:
+    """One measurement; without turns the note says why there are none."""
+    path = folder / f"{variant.library}.note"
+    note = path.read_text(encoding="utf-8") if path.exists() else "not built"
+    if error is not None and turns is None:
+        note = f"WRONG ({error:.1e})"
+    return {
+        "kind": "ablation",
+        "kernel": variant.base.replace("ptx::", ""),
+        "variant": variant.name,
+        "note": note,
+        **dataclasses.asdict(shape),
+        "tflops": None if turns is None else round(shape.flops / turns.median / 1e9, 1),
+        "ms": None if turns is None else round(turns.median, 5),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("step", choices=("build", "time"))
-    parser.add_argument("--folder", type=Path, default=ROOT / "build/ablation")
-    parser.add_argument("--jobs", type=int, default=2, help="compilers at a time (default 2)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.05, help="of a turn (default 0.05)")
+    add = parser.add_argument
+    add("step", choices=("build", "time"))
+    add("--folder", type=Path, default=ROOT / "build/ablation")
+    add("--jobs", type=int, default=2, help="compilers at a time (default 2)")
+    add("--rounds", type=int, default=3)
+    add("--seconds", type=float, default=0.05, help="of a turn (default 0.05)")
+    add(
+        "--head-dims",
+        type=text.comma_list(text.positive_int),
+        default=list(grid.HEAD_DIMS),
+        metavar="LIST",
+        help="default 64,128,256",
+    )
+    add("--json", type=Path, metavar="FILE", help="write a result file, after every shape")
     flags = parser.parse_args(arguments)
+    chosen = [variant for variant in VARIANTS if variant.head_dim in flags.head_dims]
     if flags.step == "build":
-        build(flags.folder, flags.jobs)
+        build(chosen, flags.folder, flags.jobs)
         return 0
-    titles = [f"S={s}{' causal' if causal else ''}" for s, causal in SHAPES]
-    print("| kernel | variant | " + " | ".join(titles) + " |")
-    print("| --- | --- |" + " ---: |" * len(SHAPES))
-    for base in dict.fromkeys(variant.base for variant in VARIANTS):
-        for row in time_base(base, flags.folder, flags.rounds, flags.seconds):
-            print(row, flush=True)
+    record = results.Recorder(flags.json)
+    for base in dict.fromkeys(variant.base for variant in chosen):
+        variants = [variant for variant in chosen if variant.base == base]
+        time_base(variants, flags.folder, flags.rounds, flags.seconds, record)
+    record.close()
+    print(table.ablation_table(record.rows))
     return 0
 
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
 
 import argparse
+import collections
 import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,38 +64,55 @@ def parser() -> argparse.ArgumentParser:
         type=text.comma_list(text.positive_int),
         default=[64, 128, 256],
         metavar="LIST",
-        help="default 64,128",
+        help="default 64,128,256",
     )
     add_rivals_flag(made)
     add("--queries", type=text.positive_int, default=256, metavar="N", help="default 256")
     add("--heads", type=text.positive_int, default=4, metavar="N", help="default 4")
     add("--seed", type=int, default=0, help="of the inputs (default 0)")
-    add("--json", type=Path, metavar="FILE", help="write a result file")
+    add("--json", type=Path, metavar="FILE", help="write a result file, after every problem")
     add("--plot", type=Path, metavar="FILE", help="write a plot (needs matplotlib)")
     add("--dry-run", action="store_true", help="tiny sizes on any device")
     return made
 
 
 def reference_on_device(query: Any, key: Any, value: Any) -> np.ndarray:
-    """Softmax attention in float64 on the default device, in pieces of 64 queries."""
+    """Softmax attention in float64 on the default device, one head and 256 queries at a time."""
     with jax.enable_x64(True):
-        # One head at a time: 64 x 131,072 logits of float64 are 64 MiB.
-        heads = []
-        for head in range(query.shape[2]):
-            q, k, v = (
-                jnp.asarray(x[:, :, head : head + 1].astype(np.float64))
-                for x in (query, key, value)
+        heads = [
+            np.concatenate(
+                [
+                    np.asarray(_exact(query[:, i : i + 256], key, value, head))
+                    for i in range(0, query.shape[1], 256)
+                ],
+                axis=1,
             )
-            pieces = [np.asarray(_exact(q[:, i : i + 64], k, v)) for i in range(0, q.shape[1], 64)]
-            heads.append(np.concatenate(pieces, axis=1))
+            for head in range(query.shape[2])
+        ]
         return np.concatenate(heads, axis=2)
 
 
 @jax.jit
-def _exact(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _exact(query: jax.Array, key: jax.Array, value: jax.Array, head: int) -> jax.Array:
+    q, k, v = (
+        jax.lax.dynamic_index_in_dim(x, head, axis=2).astype(jnp.float64)
+        for x in (query, key, value)
+    )
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") / math.sqrt(q.shape[-1])
     weights = jax.nn.softmax(logits, axis=-1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision="highest")
+
+
+def drawn_ahead(problems: Sequence[Problem], seed: int) -> Iterator[tuple[Any, ...]]:
+    """The inputs of every problem in turn; the next two are drawn beside the work."""
+    with ThreadPoolExecutor(2) as pool:
+        waiting: collections.deque[Any] = collections.deque()
+        for problem in problems:
+            waiting.append(pool.submit(accuracy.draw, problem, seed=seed))
+            if len(waiting) > 2:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def outputs(
@@ -141,23 +160,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         flags.seqlens, flags.queries, flags.heads = [96, 160], 16, 2
     on_gpu = jax.default_backend() == "gpu"
-    rows: list[dict[str, Any]] = []
+    record = results.Recorder(flags.json, dry_run=bool(flags.dry_run))
     wrong: list[str] = []
     skipped: set[str] = set()
-    work = list(itertools.product(flags.head_dims, flags.seqlens, flags.data))
-    for head_dim, seqlen_k, data in progress(work, "accuracy"):
-        queries = min(flags.queries, seqlen_k)
-        problem = Problem(queries, seqlen_k, flags.heads, flags.heads, head_dim, data=data)
-        arrays = accuracy.draw(problem, seed=flags.seed)
+    problems = [
+        Problem(min(flags.queries, seqlen_k), seqlen_k, flags.heads, flags.heads, head_dim, data=d)
+        for head_dim, seqlen_k, d in itertools.product(flags.head_dims, flags.seqlens, flags.data)
+    ]
+    inputs = drawn_ahead(problems, flags.seed)
+    for problem in progress(problems, "accuracy"):
+        arrays = next(inputs)
         if on_gpu:
+            arrays = tuple(jax.device_put(x) for x in arrays)
             expected = reference_on_device(*arrays)
         else:
             expected = accuracy.reference(*arrays, is_causal=False)
+        head_dim, seqlen_k, data = problem.head_dim, problem.seqlen_k, problem.data
+        rows, known = [], set(skipped)
         for who, out in outputs(flags, arrays, problem, skipped):
             found = accuracy.errors(out, expected)
             rows.append(
                 results.accuracy_row(
-                    found, **who, data=data, seqlen_k=seqlen_k, head_dim=head_dim, seqlen_q=queries
+                    found,
+                    **who,
+                    data=data,
+                    seqlen_k=seqlen_k,
+                    head_dim=head_dim,
+                    seqlen_q=problem.seqlen_q,
                 )
             )
             if who["impl"].startswith("jax_fa3"):
@@ -165,12 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 complaint = accuracy.verdict(preset, data, found, seqlen_k)
                 if complaint is not None:
                     wrong.append(f"{preset}, {data}, {seqlen_k} keys, D {head_dim}: {complaint}")
+        record.add(rows, sorted(skipped - known))
+    rows = record.rows
+    record.close()
     print(check.format_rows(rows))
     for reason in sorted(skipped):
         print(f"not measured: {reason}")
     if flags.json is not None:
-        block = results.meta(skipped=sorted(skipped), dry_run=bool(flags.dry_run))
-        results.write(flags.json, block, rows)
         print(f"wrote {flags.json}")
     if flags.plot is not None:
         plots.accuracy(rows, flags.plot)

@@ -81,8 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         causal = {"no": (False,), "yes": (True,), "both": (False, True)}[flags.causal]
         shapes = grid.headline(causal) if flags.only_headline else shapes + grid.headline(causal)
     entrants = groups(flags)
-    rows, skipped = bench.time_shapes(flags, shapes, lambda _: entrants)
-    return bench.finish(flags, rows, skipped)
+    record = bench.recorder(flags)
+    bench.time_shapes(flags, shapes, lambda _: entrants, record)
+    return bench.finish(flags, record)
 
 
 if __name__ == "__main__":

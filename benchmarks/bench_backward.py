@@ -121,15 +121,12 @@ def rival(key: str, kind: str) -> Contender:
 def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser().parse_args(arguments)
     shapes = bench.shapes_of(flags)
-    rows: list[dict[str, Any]] = []
-    skipped: list[dict[str, str]] = []
+    record = bench.recorder(flags)
     for kind in flags.kinds:
         group = [ours(preset, kind) for preset in flags.ours]
         group += [rival(key, kind) for key in flags.rivals if key != "none"]
-        more, missing = bench.time_shapes(flags, shapes, lambda _, group=group: [group], kind)
-        rows += more
-        skipped += missing
-    return bench.finish(flags, rows, skipped)
+        bench.time_shapes(flags, shapes, lambda _, group=group: [group], record, kind)
+    return bench.finish(flags, record)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Puts several result files and the outcome of a check's phases into one result file.
 
+Parts of one grid, taken by several runs, become one grid; files of another card, driver, commit or
+set of versions are refused.
+
 python benchmarks/collect.py fwd.json accuracy.json --phases phases.tsv --out all.json
 
 phases.tsv: one line per phase, "name<TAB>status<TAB>seconds<TAB>detail".

@@ -39,14 +39,78 @@ def existing_results(text_path: str) -> Path:
     return path
 
 
+# What must agree before results may stand in one table; versions of packages must too.
+FACTS = ("card", "driver", "power_limit_w", "commit", "dry_run")
+# What tells a measurement from every other one.
+IDENTITY = (
+    "kind",
+    "impl",
+    "precision",
+    "preset",
+    "regime",
+    "with_quantize",
+    "batch",
+    "seqlen_q",
+    "seqlen_k",
+    "num_heads_q",
+    "num_heads_kv",
+    "head_dim",
+    "is_causal",
+    "data",
+    "attention",
+    "check",
+    "devices",
+    "strategy",
+    "device",
+    "kernel",
+    "variant",
+)
+
+
 def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Meta of the first file (the others' under "merged") and the rows of all, in order."""
-    blocks, rows = [], []
+    """One meta block and the rows of all files, in order.
+
+    Files must come from one card, driver, commit and set of versions. Their own commands, dates and
+    gaps stand under "runs". What a later file measured again replaces the earlier rows.
+
+    Raises: UsageError naming what differs.
+    """
+    merged: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
     for path in paths:
         block, more = results.read(path)
-        blocks.append(block)
-        rows += more
-    meta = dict(blocks[0])
-    if blocks[1:]:
-        meta["merged"] = blocks[1:]
-    return meta, rows
+        if not merged:
+            merged = {**block, "versions": dict(block.get("versions", {}))}
+        _require_same(merged, block, path)
+        merged["versions"].update(block.get("versions", {}))
+        again = {_identity(row) for row in more}
+        rows = [row for row in rows if _identity(row) not in again] + more
+        shared = (*FACTS, "versions", "runs", *_CARD)
+        own = {key: value for key, value in block.items() if key not in shared}
+        runs += block.get("runs", [own])
+    if len(runs) > 1:
+        merged["runs"] = runs
+        merged["skipped"] = [entry for run in runs for entry in run.get("skipped", [])]
+        merged["partial"] = any(run.get("partial", False) for run in runs)
+        merged["date"] = max(str(run.get("date", "")) for run in runs)
+    return merged, rows
+
+
+_CARD = ("backend", "compute_capability", "memory_mib", "max_sm_clock_mhz")
+
+
+def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in IDENTITY)
+
+
+def _require_same(merged: dict[str, Any], block: dict[str, Any], path: Path) -> None:
+    pairs = {name: (merged.get(name), block.get(name)) for name in FACTS}
+    versions = block.get("versions", {})
+    for package in merged["versions"].keys() & versions.keys():
+        pairs[package] = (merged["versions"][package], versions[package])
+    for name, (before, here) in pairs.items():
+        if before != here:
+            raise text.UsageError(
+                f"result files must agree in {name}; got {before}, and {here} in {path.name}"
+            )

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fa3._cli import contenders, text
 from jax_fa3._cli.contenders import Contender, Unavailable, inputs
@@ -56,7 +57,7 @@ class Rival:
         raise NotImplementedError
 
     def compute(self, arrays: Tensors, precision: str, *, is_causal: bool) -> Any:
-        """Output of one call on NumPy inputs of bf16 or f16, as something NumPy reads."""
+        """Output of one call on NumPy or JAX inputs of 16 bits, as something NumPy reads."""
         raise NotImplementedError
 
     def contender(self, precision: str = "bf16") -> Contender:
@@ -197,7 +198,8 @@ class FlashAttention3(Rival):
     def compute(self, arrays: Tensors, precision: str, *, is_causal: bool) -> Any:
         torch, interface = importlib.import_module("torch"), importlib.import_module(self.module)
         tensors = [
-            torch.from_numpy(x.astype("float32")).cuda().to(_torch_dtype(precision)) for x in arrays
+            torch.from_numpy(np.asarray(x).astype("float32")).cuda().to(_torch_dtype(precision))
+            for x in arrays
         ]
         with torch.no_grad():
             out = interface.flash_attn_func(*tensors, causal=is_causal)

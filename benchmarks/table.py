@@ -46,7 +46,7 @@ def by_variant(
     rows: Rows,
     corner: str,
     line: Callable[[dict[str, Any]], str],
-    cell: Callable[[dict[str, Any]], str],
+    value: Callable[[dict[str, Any]], str],
 ) -> str:
     """A line per `line(row)`, a column per variant, ours first. The first row of a place counts (a
     rival may appear in several comparisons)."""
@@ -54,7 +54,7 @@ def by_variant(
     columns.sort(key=lambda name: not name.startswith("jax_fa3"))
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        lines.setdefault(line(row), {}).setdefault(variant(row), cell(row))
+        lines.setdefault(line(row), {}).setdefault(variant(row), value(row))
     cells = [[name, *(own.get(column, "-") for column in columns)] for name, own in lines.items()]
     return markdown([corner, *columns], cells)
 
@@ -107,14 +107,103 @@ def source_line(meta: dict[str, Any]) -> str:
     if "power_limit_w" in meta:
         parts.append(f"{meta['power_limit_w']:.0f} W")
     parts += [f"{name} {versions[name]}" for name in ("jax", "jax_fa3") if name in versions]
+    parts += [f"commit {meta['commit']}"] if "commit" in meta else []
     return f"{', '.join(parts)}; {meta.get('date', 'unknown date')[:10]}."
+
+
+def in_order(rows: Rows) -> Rows:
+    """Timed rows by head_dim, mask, grouping and length; who took turns stays together."""
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        group = row["num_heads_q"] // row["num_heads_kv"]
+        return row["head_dim"], row["is_causal"], group, row["seqlen_q"], row["batch"]
+
+    return sorted(rows, key=place)
+
+
+def command_lines(meta: dict[str, Any]) -> str:
+    """The command of every run; one that was stopped says so."""
+    runs = meta.get("runs", [meta])
+    lines = [
+        f"`{run.get('command', 'unknown')}`"
+        + (" (stopped before its end)" if run.get("partial") else "")
+        for run in runs
+    ]
+    if len(lines) == 1:
+        return f"Command: {lines[0]}."
+    return "\n".join(["Commands:", "", *(f"- {line}" for line in lines)])
+
+
+def cell(row: dict[str, Any], name: str, form: str) -> str:
+    """A number of a row, or "-" where it is missing."""
+    return "-" if row.get(name) is None else format(row[name], form)
+
+
+def number_table(rows: Rows, corner: str, columns: dict[str, tuple[str, str]]) -> str:
+    """A line per row: its shape and variant, then {title: (field, format)}."""
+    lines = [
+        [f"{shape_name(row)} {variant(row)}", *(cell(row, *what) for what in columns.values())]
+        for row in rows
+    ]
+    return markdown([corner, *columns], lines)
+
+
+# Kinds of rows that are neither timings of a grid nor errors: sentence, corner, columns.
+MORE: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
+    "pipe": (
+        "How busy the tensor cores are: by Nsight Compute in one launch, and as the sustained "
+        "speed over what they could do at the clock sampled with it:",
+        "kernel",
+        {
+            "TFLOP/s": ("tflops", ".0f"),
+            "SM MHz": ("sm_clock_mhz", ".0f"),
+            "W": ("power_w", ".0f"),
+            "of the peak at that clock": ("of_peak", ".0%"),
+            "tensor pipe active, %": ("tensor_pct", ".1f"),
+            "MHz in that launch": ("ncu_clock_mhz", ".0f"),
+        },
+    ),
+    "host": (
+        "Host time of a jitted call, in microseconds, next to a jitted addition of three arrays:",
+        "call",
+        {
+            "until queued": ("us", ".1f"),
+            "over the addition": ("over_add", ".2f"),
+            "until done, 16 queued": ("us_wall", ".1f"),
+        },
+    ),
+    "memory": (
+        "Device memory of a forward and backward pass, in MiB; operands are query, key, value, "
+        "dout, the output and the gradients:",
+        "call",
+        {
+            "operands": ("operands_mib", ".0f"),
+            "temporaries": ("temporaries_mib", ".0f"),
+            "peak": ("peak_mib", ".0f"),
+        },
+    ),
+}
+
+
+def ablation_table(rows: Rows) -> str:
+    """TFLOP/s of every variant of every kernel, a column per length and mask."""
+    columns = list(dict.fromkeys((r["seqlen_q"], r["is_causal"]) for r in rows))
+    speeds: dict[str, dict[Any, str]] = {}
+    for row in rows:
+        name = f"{row['kernel']}: {row['variant']}"
+        name += f" ({row['note']})" if row["note"] else ""
+        own = speeds.setdefault(name, {})
+        own[row["seqlen_q"], row["is_causal"]] = cell(row, "tflops", ".0f")
+    titles = [f"S={seqlen}{' causal' if causal else ''}" for seqlen, causal in columns]
+    lines = [[name, *(own.get(c, "-") for c in columns)] for name, own in speeds.items()]
+    return markdown(["kernel: variant", *titles], lines)
 
 
 def short(meta: dict[str, Any], rows: Rows) -> str:
     """For README.md: sustained speed at the longest seqlen of each kind; errors of head_dim 128 at
     2k, 8k, 128k keys."""
     speed = {
-        kind: [r for r in rows if r["kind"] == kind and r.get("regime") == "sustained"]
+        kind: in_order([r for r in rows if r["kind"] == kind and r.get("regime") == "sustained"])
         for kind in TIMED
     }
     for kind, timed in speed.items():
@@ -144,9 +233,9 @@ def short(meta: dict[str, Any], rows: Rows) -> str:
 
 def full(meta: dict[str, Any], rows: Rows) -> str:
     """For benchmarks/README.md: everything."""
-    parts = [source_line(meta), f"Command: `{meta.get('command', 'unknown')}`."]
+    parts = [source_line(meta), command_lines(meta)]
     for kind, regime in itertools.product(TIMED, ("sustained", "burst")):
-        timed = [r for r in rows if r["kind"] == kind and r.get("regime") == regime]
+        timed = in_order([r for r in rows if r["kind"] == kind and r.get("regime") == regime])
         if timed:
             parts += [
                 f"TFLOP/s of {TIMED[kind]}, {regime} (causal counts half):",
@@ -154,6 +243,13 @@ def full(meta: dict[str, Any], rows: Rows) -> str:
             ]
             if any(r["ratio"] for r in timed):
                 parts += ["Our speed over a rival's, interleaved pairs:", ratio_table(timed)]
+    for kind, (words, corner, columns) in MORE.items():
+        found = [r for r in rows if r["kind"] == kind]
+        if found:
+            parts += [words, number_table(found, corner, columns)]
+    ablation = [r for r in rows if r["kind"] == "ablation"]
+    if ablation:
+        parts += ["TFLOP/s of kernels with one choice changed:", ablation_table(ablation)]
     errors = [r for r in rows if r["kind"] == "accuracy"]
     if errors:
         parts += ["Errors against float64:", accuracy_table(errors)]

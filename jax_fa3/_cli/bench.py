@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         type=text.comma_list(text.positive_int),
         default=list(grid.HEAD_DIMS),
         metavar="LIST",
-        help="default 64,128",
+        help="default 64,128,256",
     )
     add(
         "--seqlens",
@@ -68,8 +69,15 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="length of one turn (default: 0.3 sustained, 0.018 burst)",
     )
+    add(
+        "--groups",
+        type=text.comma_list(text.positive_int),
+        default=[1],
+        metavar="LIST",
+        help="query heads of a key head (default 1)",
+    )
     add("--rounds", type=text.positive_int, default=3, help="turns of each contender (default 3)")
-    add("--json", type=Path, metavar="FILE", help="write a result file")
+    add("--json", type=Path, metavar="FILE", help="write a result file, after every shape")
     add("--plot", type=Path, metavar="FILE", help="write a plot (needs matplotlib)")
     add(
         "--dry-run",
@@ -93,10 +101,18 @@ def shapes_of(flags: argparse.Namespace) -> list[grid.Shape]:
             f"timing needs a GPU; this process runs on {jax.default_backend()}. "
             "Pass --dry-run to try the program."
         )
-    shapes = grid.grid(
-        flags.head_dims, flags.seqlens, causal, tokens=flags.tokens, hidden=flags.hidden
-    )
-    return shapes
+    return [
+        shape
+        for group in flags.groups
+        for shape in grid.grid(
+            flags.head_dims,
+            flags.seqlens,
+            causal,
+            tokens=flags.tokens,
+            hidden=flags.hidden,
+            group=group,
+        )
+    ]
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -105,25 +121,30 @@ def run(flags: argparse.Namespace) -> int:
     entrants = [contenders.ours(preset) for preset in flags.presets]
     if not flags.no_cudnn:
         entrants.append(contenders.cudnn())
-    rows, skipped = time_shapes(flags, shapes, lambda _: [entrants])
-    return finish(flags, rows, skipped)
+    record = recorder(flags)
+    time_shapes(flags, shapes, lambda _: [entrants], record)
+    return finish(flags, record)
+
+
+def recorder(flags: argparse.Namespace) -> results.Recorder:
+    """Where the rows of this run go."""
+    return results.Recorder(flags.json, dry_run=bool(flags.dry_run))
 
 
 def time_shapes(
     flags: argparse.Namespace,
     shapes: list[grid.Shape],
     groups_for: Callable[[grid.Shape], list[list[Contender]]],
+    record: results.Recorder,
     kind: str = "fwd",
-) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+) -> None:
     """Times every group of contenders on every shape.
 
     Args:
       groups_for: contenders that take turns with each other, per shape.
+      record: gets timing rows, and {"shape", "contender", "reason"} for each that could not run.
       kind: of the rows, a key of `results.WORK`.
-    Returns: timing rows, and {"shape", "contender", "reason"} for each that could not run.
     """
-    rows: list[dict[str, Any]] = []
-    skipped: list[dict[str, str]] = []
     turn_s, rounds = flags.seconds, flags.rounds
     if flags.dry_run:
         turn_s, rounds = 0.001, min(rounds, 2)
@@ -133,34 +154,53 @@ def time_shapes(
                 done = contenders.compare(
                     shape, group, regime=flags.regime, rounds=rounds, turn_s=turn_s
                 )
-                skipped += [
-                    {"shape": shape.name, "contender": label, "reason": reason}
-                    for label, reason in done.skipped.items()
-                ]
-                rivals = {c.label: rival_key(c) for c in group if not c.is_ours}
-                for contender in group:
-                    if contender.label not in done.turns:
-                        continue
-                    turns = done.turns[contender.label]
-                    ratios: dict[str, float] = {}
-                    if contender.is_ours:
-                        by_label = done.ratios(contender.label, list(rivals))
-                        ratios = {rivals[label]: value for label, value in by_label.items()}
-                    rows.append(
-                        results.timing_row(
-                            shape,
-                            turns,
-                            impl=contender.impl,
-                            precision=contender.precision,
-                            preset=contender.preset,
-                            regime=flags.regime,
-                            with_quantize=contender.with_quantize,
-                            ratio=ratios,
-                            state=samples.during(turns.spans),
-                            kind=kind,
-                        )
-                    )
-    return rows, skipped
+                record.add(
+                    rows_of(shape, group, done, flags.regime, samples, kind),
+                    (
+                        {"shape": shape.name, "contender": label, "reason": reason}
+                        for label, reason in done.skipped.items()
+                    ),
+                )
+
+
+def rows_of(
+    shape: grid.Shape,
+    group: list[Contender],
+    done: contenders.Comparison,
+    regime: str,
+    samples: gpu_state.Samples,
+    kind: str,
+) -> list[dict[str, Any]]:
+    """A timing row of each contender that took turns, in the order of the group."""
+    return [
+        results.timing_row(
+            shape,
+            done.turns[contender.label],
+            impl=contender.impl,
+            precision=contender.precision,
+            preset=contender.preset,
+            regime=regime,
+            with_quantize=contender.with_quantize,
+            ratio=ratios(contender, group, done),
+            state=samples.during(done.turns[contender.label].spans),
+            kind=kind,
+        )
+        for contender in group
+        if contender.label in done.turns
+    ]
+
+
+def ratios(
+    contender: Contender, group: list[Contender], done: contenders.Comparison
+) -> dict[str, float]:
+    """Our speed over that of each rival; of whole calls also over the kernel alone ("kernel")."""
+    if not contender.is_ours:
+        return {}
+    keys = {other.label: rival_key(other) for other in group if not other.is_ours}
+    if contender.with_quantize:
+        alone = dataclasses.replace(contender, with_quantize=False)
+        keys[alone.label] = "kernel"
+    return {keys[label]: x for label, x in done.ratios(contender.label, list(keys)).items()}
 
 
 def rival_key(contender: Contender) -> str:
@@ -171,10 +211,9 @@ def rival_key(contender: Contender) -> str:
     return f"{contender.impl}_{contender.precision}"
 
 
-def finish(
-    flags: argparse.Namespace, rows: list[dict[str, Any]], skipped: list[dict[str, str]]
-) -> int:
-    """Prints and writes what was timed; 1 when nothing of ours ran."""
+def finish(flags: argparse.Namespace, record: results.Recorder) -> int:
+    """Prints what was timed and completes the file; 1 when nothing of ours ran."""
+    rows, skipped = record.rows, record.skipped
     print(format_rows(rows))
     reasons = {(entry["contender"], entry["reason"]) for entry in skipped}
     for contender, reason in sorted(reasons):
@@ -182,9 +221,8 @@ def finish(
         print(f"not timed ({count} shapes): {contender}: {reason}")
     if flags.dry_run:
         print("dry run: these numbers mean nothing")
+    record.close()
     if flags.json is not None:
-        block = results.meta(skipped=skipped, dry_run=bool(flags.dry_run))
-        results.write(flags.json, block, rows)
         print(f"wrote {flags.json}")
     if flags.plot is not None:
         plots.speed(rows, flags.plot)

@@ -6,6 +6,7 @@ A contender says for each shape that it is ready (a `Side`) or why it is not (`U
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -56,15 +57,25 @@ class Contender:
 
 def inputs(shape: Shape, dtype: Any, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Normal query, key, value of a shape, drawn on the device."""
-    keys = jax.random.split(jax.random.key(seed), 3)
     kv = (shape.batch, shape.seqlen_k, shape.num_heads_kv, shape.head_dim)
     sizes = ((shape.batch, shape.seqlen_q, shape.num_heads_q, shape.head_dim), kv, kv)
     query, key, value = (
-        # Not drawn in float8, which has too few numbers to draw from.
-        jax.random.normal(k, size, jnp.bfloat16).astype(dtype)
-        for k, size in zip(keys, sizes, strict=True)
+        _drawn(math.prod(size), jnp.dtype(dtype), 3 * seed + number).reshape(size)
+        for number, size in enumerate(sizes)
     )
     return query, key, value
+
+
+@functools.lru_cache(maxsize=6)
+def _drawn(count: int, dtype: Any, seed: int) -> jax.Array:
+    """Normal numbers; shapes of a grid hold equally many, so most of them draw nothing anew."""
+
+    def draw(key: jax.Array) -> jax.Array:
+        # Not drawn in float8, which has too few numbers to draw from.
+        return jax.random.normal(key, (count,), jnp.bfloat16).astype(dtype)
+
+    drawn: jax.Array = jax.jit(draw)(jax.random.key(seed))
+    return drawn
 
 
 def kernels_run() -> bool:

@@ -43,9 +43,11 @@ class Shape:
         return full / 2 if self.is_causal else full
 
 
-def square(batch: int, seqlen: int, heads: int, head_dim: int, is_causal: bool) -> Shape:
-    """seqlen_q == seqlen_k, as many key heads as query heads."""
-    return Shape(batch, seqlen, seqlen, heads, heads, head_dim, is_causal)
+def square(
+    batch: int, seqlen: int, heads: int, head_dim: int, is_causal: bool, group: int = 1
+) -> Shape:
+    """seqlen_q == seqlen_k; group query heads share a key head."""
+    return Shape(batch, seqlen, seqlen, heads, heads // group, head_dim, is_causal)
 
 
 def grid(
@@ -55,11 +57,16 @@ def grid(
     *,
     tokens: int = TOKENS,
     hidden: int = HIDDEN,
+    group: int = 1,
 ) -> list[Shape]:
-    """Every combination, head_dim outermost."""
+    """Every combination, head_dim outermost; group query heads share a key head."""
     seqlens, causal = tuple(seqlens), tuple(causal)
+
+    def heads(head_dim: int) -> int:
+        return max(hidden // head_dim // group, 1) * group
+
     return [
-        square(max(tokens // seqlen, 1), seqlen, max(hidden // head_dim, 1), head_dim, is_causal)
+        square(max(tokens // seqlen, 1), seqlen, heads(head_dim), head_dim, is_causal, group)
         for head_dim in head_dims
         for is_causal in causal
         for seqlen in seqlens

@@ -12,7 +12,9 @@ import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,9 @@ def meta(**extra: Any) -> dict[str, Any]:
     if built is not None:
         versions["extension_cuda"] = f"{built // 1000}.{built % 1000 // 10}"
     facts = gpu_state.card_facts()
+    commit = _commit()
+    if commit is not None:
+        facts["commit"] = commit
     device = jax.local_devices()[0]
     return {
         "card": facts.pop("card", device.device_kind),
@@ -84,6 +89,57 @@ def command_line() -> str:
     name = "python -m jax_fa3" if program.name == "__main__.py" else program.name
     arguments = (Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:])
     return " ".join([name, *map(shlex.quote, arguments)])
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that this package lies in, "-dirty" with changes; else the variable
+    JAX_FA3_COMMIT; else None."""
+    root = Path(__file__).parents[2]
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "jax_fa3/__init__.py")  # not a repository around us
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changes else "")
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("JAX_FA3_COMMIT")
+
+
+class Recorder:
+    """The rows of one run, written to a file after each measurement.
+
+    Until `close` the file's meta says "partial": a run that is stopped keeps what it has.
+    """
+
+    def __init__(self, path: Path | None, **extra: Any) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.skipped: list[Any] = []
+        self._path = path
+        self._meta = {} if path is None else meta(**extra)
+
+    def add(self, rows: Iterable[dict[str, Any]], skipped: Iterable[Any] = ()) -> None:
+        """Notes rows, and entries for who could not run."""
+        self.rows += rows
+        self.skipped += skipped
+        self._write(partial=True)
+
+    def close(self) -> None:
+        """The run is complete."""
+        self._write(partial=False)
+
+    def _write(self, *, partial: bool) -> None:
+        if self._path is not None:
+            block = {**self._meta, "skipped": self.skipped, "partial": partial}
+            write(self._path, block, self.rows)
 
 
 def timing_row(

@@ -1,0 +1,134 @@
+"""What a jitted call costs the host, next to a jitted addition, as JSON rows.
+
+python benchmarks/host_cost.py --json benchmarks/results/host.json
+
+The arrays are small and few calls are queued before the next wait, so that nobody waits for the
+device: what is measured is the way from Python into the queue. "wall" adds the wait, which holds
+what the device does.
+"""
+
+from __future__ import annotations
+
+import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_fa3
+from jax_fa3._cli import contenders, grid, results, text
+from jax_fa3._cli.accuracy import options
+
+QUEUED = 16  # calls between two waits; JAX itself waits when more than 32 are in flight
+SHAPE = grid.square(1, 256, 2, 64, True)
+PRESETS = ("native", "accurate")
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """Name: jitted function, its arguments, and impl, precision, preset of its row."""
+    runs = contenders.kernels_run()
+    operands = contenders.inputs(SHAPE, jnp.bfloat16)
+
+    def who(impl: str, precision: str, preset: str | None) -> dict[str, Any]:
+        return {"impl": impl, "precision": precision, "preset": preset}
+
+    # As many arguments as attention has.
+    found = {"add": (jax.jit(lambda q, k, v: q + k + v), operands, who("add", "bf16", None))}
+    for preset in PRESETS:
+
+        def call(q: Any, k: Any, v: Any, preset: str = preset) -> Any:
+            return jax_fa3.attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                implementation="cuda" if runs else "xla",
+                **options(preset),
+            )
+
+        impl = "jax_fa3" if runs else "jax_fa3_xla"
+        fp8 = preset != "native"
+        row = who(impl, "fp8" if fp8 else "bf16", preset if fp8 else None)
+        found[preset] = (jax.jit(call), operands, row)
+    if jax.default_backend() == "gpu":
+        cudnn = jax.jit(
+            lambda q, k, v: jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, implementation="cudnn"
+            )
+        )
+        found["cudnn"] = (cudnn, operands, who("cudnn", "bf16", None))
+    return found
+
+
+def measure(rounds: int) -> list[dict[str, Any]]:
+    """A row of each call: microseconds until queued and until done, and their ratio to "add"."""
+    entrants = calls()
+    for function, operands, _ in entrants.values():
+        jax.block_until_ready(function(*operands))
+    queued: dict[str, list[float]] = {name: [] for name in entrants}
+    wall: dict[str, list[float]] = {name: [] for name in entrants}
+    names = list(entrants)
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            function, operands, _ = entrants[name]
+            start = time.perf_counter()
+            for _ in range(QUEUED):
+                out = function(*operands)
+            middle = time.perf_counter()
+            jax.block_until_ready(out)
+            end = time.perf_counter()
+            queued[name].append(1e6 * (middle - start) / QUEUED)
+            wall[name].append(1e6 * (end - start) / QUEUED)
+
+    def over_add(us: dict[str, list[float]], name: str) -> float:
+        return statistics.median(a / b for a, b in zip(us[name], us["add"], strict=True))
+
+    return [
+        {
+            "kind": "host",
+            **who,
+            **dataclasses.asdict(SHAPE),
+            "rounds": rounds,
+            "us": round(statistics.median(queued[name]), 2),
+            "us_lo": round(min(queued[name]), 2),
+            "us_wall": round(statistics.median(wall[name]), 2),
+            "over_add": round(over_add(queued, name), 3),
+            "wall_over_add": round(over_add(wall, name), 3),
+        }
+        for name, (_, _, who) in entrants.items()
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--rounds", type=text.positive_int, default=1000, metavar="N", help="default 1000")
+    add("--json", type=Path, metavar="FILE", help="write a result file")
+    add("--dry-run", action="store_true", help="any device; its numbers mean nothing")
+    flags = parser.parse_args(arguments)
+    if not flags.dry_run and jax.default_backend() != "gpu":
+        raise text.UsageError("timing needs a GPU. Pass --dry-run to try the program.")
+    record = results.Recorder(flags.json, dry_run=bool(flags.dry_run))
+    record.add(measure(min(flags.rounds, 3) if flags.dry_run else flags.rounds))
+    record.close()
+    header = ["call", "us", "least", "with the wait", "over add", "with the wait"]
+    numbers = ("us", "us_lo", "us_wall", "over_add", "wall_over_add")
+    lines = [
+        [f"{row['impl']} {row['preset'] or row['precision']}", *(f"{row[n]:.2f}" for n in numbers)]
+        for row in record.rows
+    ]
+    print(text.table(header, lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.exit_with_usage(main))

@@ -1,0 +1,234 @@
+"""Result files: written as they grow, put together, and turned into tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+from cli.helpers import BENCHMARKS
+
+from jax_fa3._cli import results, text
+
+META = {
+    "card": "NVIDIA H200", "driver": "580", "power_limit_w": 700.0, "commit": "c0ffee",
+    "versions": {"jax": "0.10.2"}, "command": "first", "date": "2030-01-02 03:04 UTC",
+    "skipped": [], "partial": False,
+}  # fmt: skip
+SHAPE = {
+    "batch": 2, "seqlen_q": 8192, "seqlen_k": 8192, "num_heads_q": 16, "num_heads_kv": 2,
+    "head_dim": 128, "is_causal": True,
+}  # fmt: skip
+
+
+def timing_row(**fields):
+    return {
+        "kind": "fwd", "impl": "jax_fa3", "precision": "fp8", "preset": "accurate", **SHAPE,
+        "regime": "sustained", "with_quantize": False, "tflops": 812.3, "ratio": {}, **fields,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Imports a program of benchmarks/."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(name, rows, **meta):
+        path = tmp_path / f"{name}.json"
+        results.write(path, {**META, **meta}, rows)
+        return path
+
+    return save
+
+
+def test_a_recorder_writes_after_each_measurement(tmp_path):
+    path = tmp_path / "new" / "run.json"
+    record = results.Recorder(path, dry_run=True)
+    assert not path.exists()
+    record.add([timing_row()], ["fa3: missing"])
+    meta, rows = results.read(path)
+    assert (meta["partial"], meta["dry_run"], len(rows)) == (True, True, 1)
+    record.add(timing_row(seqlen_q=n) for n in (512, 1024))
+    assert len(results.read(path)[1]) == 3
+    record.close()
+    meta, rows = results.read(path)
+    assert meta["partial"] is False
+    assert meta["skipped"] == ["fa3: missing"]
+    assert [row["seqlen_q"] for row in rows] == [8192, 512, 1024]
+    assert [p.name for p in path.parent.iterdir()] == ["run.json"]
+
+
+def test_a_recorder_without_a_file_keeps_rows():
+    record = results.Recorder(None)
+    record.add([timing_row()])
+    record.close()
+    assert len(record.rows) == 1
+
+
+def test_the_commit_is_the_checkouts_or_the_variables(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_FA3_COMMIT", "abc123")
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "jax_fa3" / "_cli" / "results.py"))
+    assert results.meta()["commit"] == "abc123"
+    monkeypatch.delenv("JAX_FA3_COMMIT")
+    assert "commit" not in results.meta()
+
+
+def test_parts_of_a_grid_become_one(program, saved):
+    first = saved("a", [timing_row(), timing_row(seqlen_q=512)], partial=True, skipped=["x"])
+    later = saved(
+        "b",
+        [timing_row(tflops=900.0), timing_row(head_dim=64)],
+        command="second",
+        date="2030-01-02 04:00 UTC",
+        versions={"jax": "0.10.2", "torch": "2"},
+    )
+    meta, rows = program("harness").merge([first, later])
+    assert [(r["head_dim"], r["seqlen_q"], r["tflops"]) for r in rows] == [
+        (128, 512, 812.3),
+        (128, 8192, 900.0),  # measured again: the later one counts
+        (64, 8192, 812.3),
+    ]
+    assert meta["versions"] == {"jax": "0.10.2", "torch": "2"}
+    assert meta["partial"] is True
+    assert meta["skipped"] == ["x"]
+    assert meta["date"] == "2030-01-02 04:00 UTC"
+    assert [run["command"] for run in meta["runs"]] == ["first", "second"]
+    assert [run["partial"] for run in meta["runs"]] == [True, False]
+    assert "card" not in meta["runs"][0]
+
+
+def test_rows_that_stand_twice_in_one_file_stay(program, saved):
+    """cuDNN takes turns with two groups."""
+    path = saved("a", [timing_row(impl="cudnn"), timing_row(impl="cudnn")])
+    assert len(program("harness").merge([path])[1]) == 2
+
+
+def test_a_merged_file_can_be_merged_again(program, saved, tmp_path):
+    harness = program("harness")
+    pair = [saved("a", [timing_row()]), saved("b", [timing_row(head_dim=64)], command="second")]
+    both = tmp_path / "both.json"
+    results.write(both, *harness.merge(pair))
+    third = saved("c", [timing_row(head_dim=256)], command="third")
+    meta, rows = harness.merge([both, third])
+    assert [run["command"] for run in meta["runs"]] == ["first", "second", "third"]
+    assert len(rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("card", "NVIDIA H100"),
+        ("driver", "590"),
+        ("commit", "decade"),
+        ("dry_run", True),
+        ("jax", {"jax": "0.11.0"}),
+    ],
+)
+def test_results_of_another_kind_are_refused(program, saved, name, value):
+    other = {"versions": value} if name == "jax" else {name: value}
+    pair = [saved("a", [timing_row()]), saved("b", [timing_row()], **other)]
+    with pytest.raises(text.UsageError, match=f"must agree in {name}; got .* in b.json"):
+        program("harness").merge(pair)
+
+
+def test_collect_writes_one_file(program, saved, tmp_path, capsys):
+    pair = [saved("a", [timing_row()]), saved("b", [timing_row(head_dim=64)], partial=True)]
+    phases = tmp_path / "phases.tsv"
+    phases.write_text("speed\ttimeout\t9\twrote a.json\n")
+    out = tmp_path / "all.json"
+    flags = [*map(str, pair), "--out", str(out), "--phases", str(phases), "--command", "check"]
+    assert program("collect").main(flags) == 0
+    assert "2 rows" in capsys.readouterr().out
+    meta, rows = results.read(out)
+    assert meta["phases"][0]["status"] == "timeout"
+    assert (meta["command"], len(rows), meta["partial"]) == ("check", 2, True)
+
+
+def test_tables_name_the_runs_and_what_was_stopped(program, saved):
+    pair = [saved("a", [timing_row()]), saved("b", [timing_row(head_dim=64)], partial=True)]
+    full = program("table").full(*program("harness").merge(pair))
+    assert "700 W, jax 0.10.2, commit c0ffee; 2030-01-02." in full
+    assert "- `first`\n- `first` (stopped before its end)" in full
+    alone = program("table").full(*program("harness").merge(pair[:1]))
+    assert "Command: `first`." in alone
+
+
+def test_tables_are_in_order_whoever_ran_first(program, saved):
+    rows = [timing_row(head_dim=d, seqlen_q=n, seqlen_k=n) for d, n in ((128, 2), (64, 4), (64, 2))]
+    full = program("table").full(*program("harness").merge([saved("a", rows)]))
+    names = [line.split(" ")[1] for line in full.splitlines() if line.startswith("| B2_")]
+    assert names == ["B2_S2_H16x2_D64_c", "B2_S4_H16x2_D64_c", "B2_S2_H16x2_D128_c"]
+
+
+def test_whole_calls_over_the_kernel_stand_in_the_ratios(program, saved):
+    rows = [timing_row(), timing_row(with_quantize=True, ratio={"kernel": 0.9123})]
+    full = program("table").full(*program("harness").merge([saved("a", rows)]))
+    assert "| B2_S8192_H16x2_D128_c jax_fa3 accurate + quantise | 0.91 |" in full
+
+
+def test_tables_of_the_other_kinds(program, saved):
+    pipe = {"sm_clock_mhz": 1700.0, "power_w": 699.6, "of_peak": 0.5, "tensor_pct": 60.04}
+    who = {"impl": "jax_fa3", "precision": "bf16", "preset": None, **SHAPE}
+    rows = [
+        timing_row(kind="pipe", **pipe, ncu_clock_mhz=1800.4),
+        timing_row(kind="pipe", impl="fa3_fp8", preset=None),
+        {"kind": "host", **who, "us": 54.28, "over_add": 1.173, "us_wall": 56.0},
+        {"kind": "memory", **who, "operands_mib": 64.0, "temporaries_mib": 17.3, "peak_mib": None},
+        {
+            "kind": "ablation",
+            **SHAPE,
+            "kernel": "K",
+            "variant": "as built",
+            "note": "",
+            "tflops": 700.4,
+        },
+        {
+            "kind": "ablation",
+            **SHAPE,
+            "kernel": "K",
+            "variant": "one stage",
+            "note": "spills",
+            "tflops": None,
+        },
+    ]
+    full = program("table").full(*program("harness").merge([saved("a", rows)]))
+    name = "B2_S8192_H16x2_D128_c"
+    for line in (
+        f"| {name} jax_fa3 accurate | 812 | 1700 | 700 | 50% | 60.0 | 1800 |",
+        f"| {name} fa3_fp8 | 812 | - | - | - | - | - |",
+        f"| {name} jax_fa3 bf16 | 54.3 | 1.17 | 56.0 |",
+        f"| {name} jax_fa3 bf16 | 64 | 17 | - |",
+        "| kernel: variant | S=8192 causal |",
+        "| K: as built | 700 |",
+        "| K: one stage (spills) | - |",
+    ):
+        assert line in full, line
+
+
+NCU = """
+==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"1","7","fwd_kernel","gpu__time_duration.sum","nsecond","1,373,020"
+"1","7","fwd_kernel","sm__cycles_elapsed.avg.per_second","cycle/nsecond","1.787"
+"0","7","device_kernel","gpu__time_duration.sum","us","886.5"
+"0","7","device_kernel","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","%","72.74"
+"""
+
+
+def test_counters_are_read_in_order_of_launch(program):
+    assert program("utilisation").parse(NCU) == [
+        {"ncu_us": 886.5, "tensor_pct": 72.74},
+        {"ncu_us": 1373.02, "ncu_clock_mhz": 1787.0},
+    ]
+
+
+def test_committed_results_can_be_read():
+    for path in sorted((BENCHMARKS / "results").glob("*.json")):
+        meta, rows = results.read(path)
+        assert meta["card"].startswith("NVIDIA"), path
+        assert rows, path
+        json.dumps(rows, allow_nan=False)
