@@ -16,14 +16,9 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
                F32Result row_lse, F32Result row_delta, F32Result dq_acc, bool is_causal,
                bool bottom_right, bool wants_scale_grads) {
   Checker check("jax_fa3_bwd");
-  check.rank("q", q, 4);
-  check.rank("k", k, 4);
+  const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
-  const auto q_dims = q.dimensions(), k_dims = k.dimensions();
-  const int64_t batch = q_dims[0], seqlen_q = q_dims[1], num_heads_q = q_dims[2],
-                head_dim = q_dims[3], seqlen_k = k_dims[1], num_heads_kv = k_dims[2];
-  check.sizes(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv);
-  check.head_dim(head_dim);
+  const auto [batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim] = sizes;
   check.hopper();
   const int64_t rows = round_up(seqlen_q, kBwdRowPad);
   check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
@@ -52,11 +47,7 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   if (check.failed()) return check.take();
 
   BwdParams params{};
-  params.batch = static_cast<int>(batch);
-  params.seqlen_q = static_cast<int>(seqlen_q);
-  params.seqlen_k = static_cast<int>(seqlen_k);
-  params.num_heads_q = static_cast<int>(num_heads_q);
-  params.num_heads_kv = static_cast<int>(num_heads_kv);
+  fill_sizes(params, sizes);
   params.is_causal = is_causal;
   params.bottom_right = bottom_right;
   params.wants_scale_grads = wants_scale_grads;

@@ -1,7 +1,6 @@
 // jax_fa3_dequantize: what the FP8 forward multiplied, as bfloat16 operands.
 #include "bindings/ffi_check.h"
 #include "bindings/handlers.h"
-#include "cuda/common/layout.h"
 #include "cuda/quantize/dequantize.h"
 
 namespace jax_fa3 {
@@ -14,30 +13,15 @@ ffi::Error dequantize(cudaStream_t stream, ffi::AnyBuffer q_image, F32 q_descale
                       ffi::AnyBuffer k_image, F32 k_descale, ffi::AnyBuffer v_image, F32 v_descale,
                       F32 v_mean, Bf16Result q, Bf16Result k, Bf16Result v) {
   Checker check("jax_fa3_dequantize");
-  check.rank("q", *q, 4);
-  check.rank("k", *k, 4);
+  const Sizes sizes = check.sizes_of("q", *q, "k", *k);
   if (check.failed()) return check.take();
-  const auto q_dims = q->dimensions(), k_dims = k->dimensions();
-  const int64_t batch = q_dims[0], seqlen_q = q_dims[1], num_heads_q = q_dims[2],
-                head_dim = q_dims[3], seqlen_k = k_dims[1], num_heads_kv = k_dims[2];
-  check.sizes(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv);
-  check.head_dim(head_dim);
+  const auto [batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim] = sizes;
   check.hopper();
-  const int64_t rows = round_up(seqlen_q, kSlab),
-                granules = round_up(seqlen_k, kGranule) / kGranule;
-  check.shape("q_image", q_image, {batch, num_heads_q, rows, head_dim});
-  check.shape("q_descale", q_descale, {batch, num_heads_q, rows});
-  check.shape("k_image", k_image, {batch, num_heads_kv, granules * kGranule, head_dim});
-  check.shape("k_descale", k_descale, {batch, num_heads_kv, granules});
-  check.shape("v_image", v_image, {batch, num_heads_kv, granules, head_dim, kGranule});
-  check.shape("v_descale", v_descale, {batch, num_heads_kv, head_dim});
-  check.shape("v_mean", v_mean, {batch, num_heads_kv, head_dim});
   check.shape("k", *k, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("v", *v, {batch, seqlen_k, num_heads_kv, head_dim});
   DequantizeParams params{};
-  params.image_kind = check.kind("q_image", q_image.element_type(), true, false);
-  check.same_type("k_image", k_image.element_type(), "q_image", q_image.element_type());
-  check.same_type("v_image", v_image.element_type(), "q_image", q_image.element_type());
+  params.image_kind =
+      check.images(sizes, q_image, q_descale, k_image, k_descale, v_image, v_descale, v_mean);
   if (check.failed()) return check.take();
 
   params.q_image = static_cast<const uint8_t*>(q_image.untyped_data());
@@ -47,11 +31,7 @@ ffi::Error dequantize(cudaStream_t stream, ffi::AnyBuffer q_image, F32 q_descale
   params.v_image = static_cast<const uint8_t*>(v_image.untyped_data());
   params.v_descale = v_descale.typed_data();
   params.v_mean = v_mean.typed_data();
-  params.batch = static_cast<int>(batch);
-  params.seqlen_q = static_cast<int>(seqlen_q);
-  params.seqlen_k = static_cast<int>(seqlen_k);
-  params.num_heads_q = static_cast<int>(num_heads_q);
-  params.num_heads_kv = static_cast<int>(num_heads_kv);
+  fill_sizes(params, sizes);
   params.head_dim = static_cast<int>(head_dim);
   params.q = q->typed_data();
   params.k = k->typed_data();

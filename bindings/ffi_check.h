@@ -11,6 +11,7 @@
 
 #include "cuda/common/device.h"
 #include "cuda/common/element_kind.h"
+#include "cuda/common/layout.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fa3 {
@@ -21,6 +22,21 @@ inline std::string shape_text(ffi::AnyBuffer::Dimensions dims) {
   std::string text = "[";
   for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
   return text + "]";
+}
+
+// The sizes that every handler shares.
+struct Sizes {
+  int64_t batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim;
+};
+
+// Into the fields of the same names; head_dim selects a kernel and is no field everywhere.
+template <class Params>
+void fill_sizes(Params& params, const Sizes& sizes) {
+  params.batch = static_cast<int>(sizes.batch);
+  params.seqlen_q = static_cast<int>(sizes.seqlen_q);
+  params.seqlen_k = static_cast<int>(sizes.seqlen_k);
+  params.num_heads_q = static_cast<int>(sizes.num_heads_q);
+  params.num_heads_kv = static_cast<int>(sizes.num_heads_kv);
 }
 
 // Collects the first failed check; `where` is the target's name.
@@ -70,25 +86,48 @@ class Checker {
             std::string(name) + " must lie in [1, 2^30 - 1]; got " + std::to_string(value) + ".");
   }
 
-  // The sizes that every handler shares.
-  void sizes(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t num_heads_q,
-             int64_t num_heads_kv) {
-    size("batch", batch);
-    size("seqlen_q", seqlen_q);
-    size("seqlen_k", seqlen_k);
-    size("num_heads_q", num_heads_q);
-    heads(num_heads_q, num_heads_kv);
+  void sizes(const Sizes& s) {
+    size("batch", s.batch);
+    size("seqlen_q", s.seqlen_q);
+    size("seqlen_k", s.seqlen_k);
+    size("num_heads_q", s.num_heads_q);
+    require(s.num_heads_kv >= 1 && s.num_heads_q % s.num_heads_kv == 0,
+            "num_heads_kv must divide num_heads_q; got " + std::to_string(s.num_heads_kv) +
+                " and " + std::to_string(s.num_heads_q) + ".");
+    require(s.head_dim == 64 || s.head_dim == 128 || s.head_dim == 256,
+            "head_dim must be 64, 128 or 256; got " + std::to_string(s.head_dim) + ".");
   }
 
-  void head_dim(int64_t value) {
-    require(value == 64 || value == 128 || value == 256,
-            "head_dim must be 64, 128 or 256; got " + std::to_string(value) + ".");
+  // The sizes of a call, checked, from its arrays [batch, seqlen, num_heads, head_dim]; none when one
+  // of the two is no such array.
+  template <class Query, class Key>
+  Sizes sizes_of(const char* q_name, const Query& q, const char* k_name, const Key& k) {
+    rank(q_name, q, 4);
+    rank(k_name, k, 4);
+    if (failed()) return {};
+    const auto q_dims = q.dimensions(), k_dims = k.dimensions();
+    const Sizes s{q_dims[0], q_dims[1], k_dims[1], q_dims[2], k_dims[2], q_dims[3]};
+    sizes(s);
+    return s;
   }
 
-  void heads(int64_t num_heads_q, int64_t num_heads_kv) {
-    require(num_heads_kv >= 1 && num_heads_q % num_heads_kv == 0,
-            "num_heads_kv must divide num_heads_q; got " + std::to_string(num_heads_kv) + " and " +
-                std::to_string(num_heads_q) + ".");
+  // Shapes and element types of what the quantiser writes for the forward and for its own inverse.
+  template <class Image, class Factors>
+  ElementKind images(const Sizes& s, const Image& q_image, const Factors& q_descale,
+                     const Image& k_image, const Factors& k_descale, const Image& v_image,
+                     const Factors& v_descale, const Factors& v_mean) {
+    const int64_t rows = round_up(s.seqlen_q, kSlab);
+    const int64_t granules = round_up(s.seqlen_k, kGranule) / kGranule;
+    shape("q_image", q_image, {s.batch, s.num_heads_q, rows, s.head_dim});
+    shape("q_descale", q_descale, {s.batch, s.num_heads_q, rows});
+    shape("k_image", k_image, {s.batch, s.num_heads_kv, granules * kGranule, s.head_dim});
+    shape("k_descale", k_descale, {s.batch, s.num_heads_kv, granules});
+    shape("v_image", v_image, {s.batch, s.num_heads_kv, granules, s.head_dim, kGranule});
+    shape("v_descale", v_descale, {s.batch, s.num_heads_kv, s.head_dim});
+    shape("v_mean", v_mean, {s.batch, s.num_heads_kv, s.head_dim});
+    same_type("k_image", k_image.element_type(), "q_image", q_image.element_type());
+    same_type("v_image", v_image.element_type(), "q_image", q_image.element_type());
+    return kind("q_image", q_image.element_type(), true, false);
   }
 
   // `type` of operand `name` is that of operand `like`.

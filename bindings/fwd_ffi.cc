@@ -2,29 +2,21 @@
 // operands.
 #include "bindings/ffi_check.h"
 #include "bindings/handlers.h"
-#include "cuda/common/layout.h"
 #include "cuda/fwd/launch.h"
 
 namespace jax_fa3 {
 namespace {
 
 // Sizes and results that both handlers share.
-void fill_shape(Checker& check, FwdShape& shape, int64_t batch, int64_t seqlen_q, int64_t seqlen_k,
-                int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim,
+void fill_shape(Checker& check, FwdShape& shape, const Sizes& sizes,
                 ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> logsumexp,
                 ffi::ResultBuffer<ffi::S32> tile_counter, bool is_causal, bool bottom_right) {
-  check.sizes(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv);
-  check.head_dim(head_dim);
-  check.shape("out", *out, {batch, seqlen_q, num_heads_q, head_dim});
-  check.shape("logsumexp", *logsumexp, {batch, num_heads_q, seqlen_q});
+  check.shape("out", *out, {sizes.batch, sizes.seqlen_q, sizes.num_heads_q, sizes.head_dim});
+  check.shape("logsumexp", *logsumexp, {sizes.batch, sizes.num_heads_q, sizes.seqlen_q});
   check.shape("tile_counter", *tile_counter, {1});
   shape.out_is_f16 = check.kind("out", out->element_type(), false, true) == ElementKind::kF16;
   check.hopper();
-  shape.batch = static_cast<int>(batch);
-  shape.seqlen_q = static_cast<int>(seqlen_q);
-  shape.seqlen_k = static_cast<int>(seqlen_k);
-  shape.num_heads_q = static_cast<int>(num_heads_q);
-  shape.num_heads_kv = static_cast<int>(num_heads_kv);
+  fill_sizes(shape, sizes);
   shape.is_causal = is_causal;
   shape.bottom_right = bottom_right;
   shape.out = out->untyped_data();
@@ -44,25 +36,15 @@ ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi:
   check.rank("k_image", k_image, 4);
   check.rank("out", *out, 4);
   if (check.failed()) return check.take();
-  const int64_t batch = q_image.dimensions()[0], num_heads_q = q_image.dimensions()[1],
-                head_dim = q_image.dimensions()[3], num_heads_kv = k_image.dimensions()[1],
-                seqlen_q = out->dimensions()[1];
-  const int64_t rows = round_up(seqlen_q, kSlab),
-                granules = round_up(seqlen_k, kGranule) / kGranule;
+  const auto q_dims = q_image.dimensions();
+  const int64_t num_heads_kv = k_image.dimensions()[1], seqlen_q = out->dimensions()[1];
+  const Sizes sizes{q_dims[0], seqlen_q, seqlen_k, q_dims[1], num_heads_kv, q_dims[3]};
+  check.sizes(sizes);
   Fp8Params params{};
-  fill_shape(check, params, batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, out,
-             logsumexp, tile_counter, is_causal, bottom_right);
-  check.shape("q_image", q_image, {batch, num_heads_q, rows, head_dim});
-  check.shape("q_descale", q_descale, {batch, num_heads_q, rows});
-  check.shape("q_shift", q_shift, {batch, num_heads_q, rows});
-  check.shape("k_image", k_image, {batch, num_heads_kv, granules * kGranule, head_dim});
-  check.shape("k_descale", k_descale, {batch, num_heads_kv, granules});
-  check.shape("v_image", v_image, {batch, num_heads_kv, granules, head_dim, kGranule});
-  check.shape("v_descale", v_descale, {batch, num_heads_kv, head_dim});
-  check.shape("v_mean", v_mean, {batch, num_heads_kv, head_dim});
-  const ElementKind element = check.kind("q_image", q_image.element_type(), true, false);
-  check.same_type("k_image", k_image.element_type(), "q_image", q_image.element_type());
-  check.same_type("v_image", v_image.element_type(), "q_image", q_image.element_type());
+  fill_shape(check, params, sizes, out, logsumexp, tile_counter, is_causal, bottom_right);
+  check.shape("q_shift", q_shift, {sizes.batch, sizes.num_heads_q, round_up(seqlen_q, kSlab)});
+  const ElementKind element =
+      check.images(sizes, q_image, q_descale, k_image, k_descale, v_image, v_descale, v_mean);
   if (check.failed()) return check.take();
 
   params.q_image = static_cast<const uint8_t*>(q_image.untyped_data());
@@ -73,7 +55,7 @@ ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi:
   params.v_image = static_cast<const uint8_t*>(v_image.untyped_data());
   params.v_descale = v_descale.typed_data();
   params.v_mean = v_mean.typed_data();
-  return check.launched(launch_fwd_fp8(params, element, static_cast<int>(head_dim),
+  return check.launched(launch_fwd_fp8(params, element, static_cast<int>(sizes.head_dim),
                                        linear_exp ? Exp2::kLinear : Exp2::kExact, stream));
 }
 
@@ -82,15 +64,11 @@ ffi::Error fwd_native(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                       ffi::ResultBuffer<ffi::F32> logsumexp,
                       ffi::ResultBuffer<ffi::S32> tile_counter, bool is_causal, bool bottom_right) {
   Checker check("jax_fa3_fwd");
-  check.rank("q", q, 4);
-  check.rank("k", k, 4);
+  const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
-  const auto q_dims = q.dimensions(), k_dims = k.dimensions();
-  const int64_t batch = q_dims[0], head_dim = q_dims[3], seqlen_k = k_dims[1],
-                num_heads_kv = k_dims[2];
+  const auto [batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim] = sizes;
   NativeParams params{};
-  fill_shape(check, params, batch, q_dims[1], seqlen_k, q_dims[2], num_heads_kv, head_dim, out,
-             logsumexp, tile_counter, is_causal, bottom_right);
+  fill_shape(check, params, sizes, out, logsumexp, tile_counter, is_causal, bottom_right);
   check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("v", v, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("softmax_scale", softmax_scale, {});

@@ -1,7 +1,6 @@
 // jax_fa3_quantize: 16-bit or float8 q, k, v to the operand images of the FP8 forward.
 #include "bindings/ffi_check.h"
 #include "bindings/handlers.h"
-#include "cuda/common/layout.h"
 #include "cuda/quantize/launch.h"
 
 namespace jax_fa3 {
@@ -16,38 +15,22 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
                     ffi::ResultBuffer<ffi::F32> workspace, bool hadamard, bool smooth_key,
                     bool center_value) {
   Checker check("jax_fa3_quantize");
-  check.rank("q", q, 4);
-  check.rank("k", k, 4);
+  const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
-  const auto q_dims = q.dimensions(), k_dims = k.dimensions();
-  const int64_t batch = q_dims[0], seqlen_q = q_dims[1], num_heads_q = q_dims[2],
-                head_dim = q_dims[3];
-  const int64_t seqlen_k = k_dims[1], num_heads_kv = k_dims[2];
-  const int64_t rows = round_up(seqlen_q, kSlab),
-                granules = round_up(seqlen_k, kGranule) / kGranule;
-  check.sizes(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv);
-  check.head_dim(head_dim);
+  const auto [batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim] = sizes;
   check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("v", v, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("factor", factor, {batch, num_heads_kv});
   check.shape("v_factor", v_factor, {batch, num_heads_kv});
-  check.shape("q_image", *q_image, {batch, num_heads_q, rows, head_dim});
-  check.shape("q_descale", *q_descale, {batch, num_heads_q, rows});
-  check.shape("q_shift", *q_shift, {batch, num_heads_q, rows});
-  check.shape("k_image", *k_image, {batch, num_heads_kv, granules * kGranule, head_dim});
-  check.shape("k_descale", *k_descale, {batch, num_heads_kv, granules});
-  check.shape("v_image", *v_image, {batch, num_heads_kv, granules, head_dim, kGranule});
-  check.shape("v_descale", *v_descale, {batch, num_heads_kv, head_dim});
-  check.shape("v_mean", *v_mean, {batch, num_heads_kv, head_dim});
+  check.shape("q_shift", *q_shift, {batch, num_heads_q, round_up(seqlen_q, kSlab)});
   check.shape("workspace", *workspace,
               {batch, num_heads_kv, quantize_chunks(seqlen_k) + 1, 4, head_dim});
   QuantizeParams params{};
   params.q_kind = check.kind("q", q.element_type(), true, true);
   params.k_kind = check.kind("k", k.element_type(), true, true);
   params.v_kind = check.kind("v", v.element_type(), true, true);
-  params.image_kind = check.kind("q_image", q_image->element_type(), true, false);
-  check.same_type("k_image", k_image->element_type(), "q_image", q_image->element_type());
-  check.same_type("v_image", v_image->element_type(), "q_image", q_image->element_type());
+  params.image_kind = check.images(sizes, *q_image, *q_descale, *k_image, *k_descale, *v_image,
+                                   *v_descale, *v_mean);
   check.hopper();
   if (check.failed()) return check.take();
 
@@ -56,11 +39,7 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   params.v = v.untyped_data();
   params.factor = factor.typed_data();
   params.v_factor = v_factor.typed_data();
-  params.batch = static_cast<int>(batch);
-  params.seqlen_q = static_cast<int>(seqlen_q);
-  params.seqlen_k = static_cast<int>(seqlen_k);
-  params.num_heads_q = static_cast<int>(num_heads_q);
-  params.num_heads_kv = static_cast<int>(num_heads_kv);
+  fill_sizes(params, sizes);
   params.head_dim = static_cast<int>(head_dim);
   params.hadamard = hadamard;
   params.smooth_key = smooth_key;

@@ -13,14 +13,9 @@ using AnyResult = ffi::Result<ffi::AnyBuffer>;
 ffi::Error unrotate(cudaStream_t stream, Bf16 dq, Bf16 dk, F32 scale, F32 k_mean, F32 row_sums,
                     AnyResult dq_out, AnyResult dk_out) {
   Checker check("jax_fa3_unrotate");
-  check.rank("dq", dq, 4);
-  check.rank("dk", dk, 4);
+  const Sizes sizes = check.sizes_of("dq", dq, "dk", dk);
   if (check.failed()) return check.take();
-  const auto q_dims = dq.dimensions(), k_dims = dk.dimensions();
-  const int64_t batch = q_dims[0], seqlen_q = q_dims[1], num_heads_q = q_dims[2],
-                head_dim = q_dims[3], seqlen_k = k_dims[1], num_heads_kv = k_dims[2];
-  check.sizes(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv);
-  check.head_dim(head_dim);
+  const auto [batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim] = sizes;
   check.hopper();
   check.shape("dk", dk, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("scale", scale, {});
@@ -38,11 +33,7 @@ ffi::Error unrotate(cudaStream_t stream, Bf16 dq, Bf16 dk, F32 scale, F32 k_mean
   params.scale = scale.typed_data();
   params.k_mean = k_mean.typed_data();
   params.row_sums = row_sums.typed_data();
-  params.batch = static_cast<int>(batch);
-  params.seqlen_q = static_cast<int>(seqlen_q);
-  params.seqlen_k = static_cast<int>(seqlen_k);
-  params.num_heads_q = static_cast<int>(num_heads_q);
-  params.num_heads_kv = static_cast<int>(num_heads_kv);
+  fill_sizes(params, sizes);
   params.head_dim = static_cast<int>(head_dim);
   params.dq_out = dq_out->untyped_data();
   params.dk_out = dk_out->untyped_data();
