@@ -31,7 +31,10 @@ def write_all(folder: Path) -> None:
     _write(folder / "barriers.md", barrier_table(barriers))
     kernel_figures.save(kernel_figures.shared_memory, folder / "shared_memory.svg", kernels)
     kernel_figures.save(kernel_figures.barrier_picture, folder / "barriers.svg", barriers)
-    for draw in (kernel_figures.pipeline, kernel_figures.turns, kernel_figures.call):
+    pipeline = folder / "pipeline.svg"
+    stages = max(kernel.constants["kNumStages"] for kernel in kernels)
+    kernel_figures.save(kernel_figures.pipeline, pipeline, kernel_source.steps(), stages)
+    for draw in (kernel_figures.turns, kernel_figures.call):
         kernel_figures.save(draw, folder / f"{draw.__name__}.svg")
     _write(folder / "command_line.md", command_line_help())
     speed, errors = [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import matplotlib
 
 matplotlib.use("svg")
 
-from kernel_source import Barrier, Kernel
+from kernel_source import Barrier, Kernel, Step
 from matplotlib import patches, pyplot
 
 COLOURS = {
@@ -99,31 +100,75 @@ def barrier_picture(barriers: Sequence[Barrier]) -> Any:
     return figure
 
 
-# (row, start, end, text, colour), in units of one product. Rows from the top.
-_ONE_WARPGROUP = [
-    (0, 0.0, 1.0, "S = Q K(j)ᵀ", "k"),
-    (0, 1.0, 2.0, "P(j+1) V(j+1)", "v"),
-    (0, 3.4, 4.4, "S = Q K(j-1)ᵀ", "k"),
-    (0, 4.4, 5.4, "P(j) V(j)", "v"),
-    (1, 0.0, 1.0, "wait for S", "wait"),
-    (1, 1.0, 3.0, "softmax of block j → P(j)", "softmax"),
-    (1, 3.0, 3.4, "O", "output staging"),
-    (1, 3.4, 4.4, "wait for S", "wait"),
-    (1, 4.4, 6.4, "softmax of block j-1 → P(j-1)", "softmax"),
-    (1, 6.4, 6.8, "O", "output staging"),
-    (2, 0.1, 1.5, "copy K(j-3)", "k"),
-    (2, 1.6, 3.2, "copy V(j-2)", "v"),
-    (2, 3.5, 4.9, "copy K(j-4)", "k"),
-    (2, 5.0, 6.6, "copy V(j-3)", "v"),
-]
-_ONE_WARPGROUP_ROWS = ("tensor cores", "math warpgroup", "load thread")
-_ONE_WARPGROUP_EVENTS = [
-    (1.0, "S is there:\nK(j) is released"),
-    (3.0, "wait for P V, then\nV(j+1) is released"),
-    (4.4, "K(j-1) is\nreleased"),
-    (6.4, "V(j) is\nreleased"),
-]
-_TURNS = [
+Bar = tuple[int, float, float, str, str]  # row, start, end, text, colour
+# Lengths in units of one product; made up, as the caption says.
+_LENGTHS = {"softmax": 2.0, "other": 0.2, "copy": 1.4}
+_ROWS = ("tensor cores", "math warpgroup", "load thread")
+
+
+def pipeline(steps: Sequence[Step], stages: int) -> Any:
+    """Two steps of a warpgroup that overlaps products with softmax, with rings of `stages`."""
+    bars, releases = schedule(steps, stages)
+    figure, axis = pyplot.subplots(figsize=(7.6, 3.0), layout="constrained")
+    _timeline(axis, bars, _ROWS)
+    for x, name in releases:
+        axis.plot([x, x], [-1.45, 0.45], color="#1f5f99", ls=":", lw=1.2, zorder=0)
+        axis.text(x, 0.5, f"{name}\nis released", ha="center", fontsize=8.5, color="#1f5f99")
+    axis.set_ylim(-2.5, 1.1)
+    return figure
+
+
+def schedule(steps: Sequence[Step], stages: int) -> tuple[list[Bar], list[tuple[float, str]]]:
+    """When what runs for blocks j and j-1, and when which buffer is handed back."""
+    bars: list[Bar] = []
+    releases: list[tuple[float, str]] = []
+    now = tensor = copied = 0.0
+    for block in (0, -1):
+        ends: dict[str, float] = {}
+        formulas: dict[str, str] = {}
+        for step in steps:
+            if step.kind == "issue":
+                start = max(now, tensor)
+                ends[step.what] = tensor = start + 1.0
+                formulas[step.what] = _blocks(step.formula, block)
+                name = formulas[step.what] if step.what == "acc" else f"S = {formulas[step.what]}"
+                colour = "k" if "K" in name else "v"
+                bars.append((0, start, tensor, name, colour))
+            elif step.kind == "wait":
+                if ends[step.what] > now:
+                    bars.append((1, now, ends[step.what], f"wait for {step.what}", "wait"))
+                    now = ends[step.what]
+                held = re.search(rf"{step.releases.upper()}\((.+?)\)", formulas[step.what])
+                assert held is not None, f"no {step.releases} in {formulas[step.what]}"
+                releases.append((now, held[0]))
+                into = _label(_index(held[1]) - stages)
+                copied = max(copied, now)
+                copy = f"copy {step.releases.upper()}({into})"
+                bars.append((2, copied, copied + _LENGTHS["copy"], copy, step.releases))
+                copied += _LENGTHS["copy"]
+            else:
+                length = _LENGTHS[step.kind]
+                softmax = f"softmax → P({_label(block)})" if step.kind == "softmax" else ""
+                colour = "softmax" if softmax else "output staging"
+                bars.append((1, now, now + length, softmax, colour))
+                now += length
+    return bars, releases
+
+
+def _label(offset: int) -> str:
+    return "j" if offset == 0 else f"j{offset:+d}"
+
+
+def _index(label: str) -> int:
+    return int(label.removeprefix("j") or 0)
+
+
+def _blocks(formula: str, block: int) -> str:
+    """The formula for another block than j."""
+    return re.sub(r"\((j[^)]*)\)", lambda m: f"({_label(_index(m[1]) + block)})", formula)
+
+
+_TURNS: list[Bar] = [
     (0, 0.0, 2.0, "products of warpgroup 1", "k"),
     (0, 2.0, 4.0, "products of warpgroup 2", "v"),
     (0, 4.0, 6.0, "products of warpgroup 1", "k"),
@@ -138,17 +183,6 @@ _TURNS = [
 _TURNS_ROWS = ("tensor cores", "warpgroup 1", "warpgroup 2")
 
 
-def pipeline() -> Any:
-    """One step of a warpgroup that overlaps products with softmax; lengths are no measurement."""
-    figure, axis = pyplot.subplots(figsize=(7.6, 3.0), layout="constrained")
-    _timeline(axis, _ONE_WARPGROUP, _ONE_WARPGROUP_ROWS)
-    for x, text in _ONE_WARPGROUP_EVENTS:
-        axis.plot([x, x], [-1.45, 0.45], color="#1f5f99", ls=":", lw=1.2, zorder=0)
-        axis.text(x, 0.5, text, ha="center", fontsize=8.5, color="#1f5f99")
-    axis.set_ylim(-2.5, 1.1)
-    return figure
-
-
 def turns() -> Any:
     """Two warpgroups that take turns at the tensor cores."""
     figure, axis = pyplot.subplots(figsize=(7.6, 2.4), layout="constrained")
@@ -160,12 +194,17 @@ def turns() -> Any:
     return figure
 
 
-def _timeline(axis: Any, bars: Sequence[tuple[Any, ...]], rows: Sequence[str]) -> None:
-    for row, start, end, text, colour in bars:
-        axis.add_patch(patches.Rectangle((start, -row - 0.36), end - start, 0.72,
+def _timeline(axis: Any, bars: Sequence[Bar], rows: Sequence[str]) -> None:
+    end = max(bar[2] for bar in bars if bar[0] < 2)
+    for row, start, stop, text, colour in bars:
+        if start >= end:
+            continue
+        stop = min(stop, end)
+        axis.add_patch(patches.Rectangle((start, -row - 0.36), stop - start, 0.72,
                                          fc=COLOURS[colour], ec="black", lw=0.8))  # fmt: skip
-        axis.text((start + end) / 2, -row, text, ha="center", va="center", fontsize=8.5)
-    axis.set_xlim(-0.05, 6.9)
+        if stop - start >= 0.9:
+            axis.text((start + stop) / 2, -row, text, ha="center", va="center", fontsize=8.5)
+    axis.set_xlim(-0.05, end + 0.1)
     axis.set_yticks([-line for line in range(len(rows))], rows)
     axis.tick_params(length=0)
     axis.set_xticks([])

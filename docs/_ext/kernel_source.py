@@ -84,6 +84,23 @@ class Barrier:
     meaning: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One thing that a math warpgroup does to a block, in the order of the map above the kernel.
+
+    Attributes:
+      kind: "issue" (a product for the tensor cores), "wait" (for one), "softmax" or "other".
+      what: the product issued or waited for ("S", "acc"), else "".
+      formula: of an issued product, with (j) and (j+1) for the blocks, else "".
+      releases: the buffer that is handed back after a wait ("k", "v"), else "".
+    """
+
+    kind: str
+    what: str = ""
+    formula: str = ""
+    releases: str = ""
+
+
 def kernels() -> list[Kernel]:
     """Every kernel that dispatch.cu lists, in its order."""
     dispatch, config_text, smem_text, layout_text = (
@@ -129,6 +146,31 @@ def barriers(text: str | None = None) -> list[Barrier]:
         meaning = like.meaning.split(",")[0].replace("k stage", "v stage")
         result.append(Barrier(name, like.arrivals.replace(" k", " v"), like.waiter, meaning))
     return result
+
+
+def steps(text: str | None = None) -> list[Step]:
+    """The order of a step of the overlapped pipelines, from the map above the kernel."""
+    if text is None:
+        text = (CUDA / "fwd" / "kernel.cuh").read_text(encoding="utf-8")
+    order = re.search(r"// Order +one step of the kIntra pipeline, .*:\n((?://  {13,}.*\n)+)", text)
+    if order is None:
+        raise SourceError("kernel.cuh: the map above the kernel has no order of a kIntra step")
+    words = " ".join(line[2:].strip() for line in order[1].splitlines())
+    found = [_step(phrase.strip()) for phrase in words.split(";")]
+    issued = [step.what for step in found if step.kind == "issue"]
+    waited = [step.what for step in found if step.kind == "wait"]
+    if len(issued) != 2 or sorted(issued) != sorted(waited) or len(set(issued)) != 2:
+        raise SourceError("kernel.cuh: a kIntra step must issue two products and wait for each")
+    return found
+
+
+def _step(phrase: str) -> Step:
+    if issue := re.fullmatch(r"issue (\w+) \(?\+?\)?= (.+)", phrase):
+        formula = re.sub(r"_\{([^}]+)\}|_(\w)", lambda m: f"({m[1] or m[2]})", issue[2])
+        return Step("issue", issue[1], formula.replace("^T", "ᵀ"))
+    if wait := re.fullmatch(r"wait for (\w+), release (\w)", phrase):
+        return Step("wait", wait[1], releases=wait[2])
+    return Step("softmax" if "softmax" in phrase else "other")
 
 
 def _body(text: str, struct: str) -> str:
