@@ -86,7 +86,7 @@ def _variants() -> list[Variant]:
             *({"kMufuEighths": share} for share in ("3", "5", "8")),
             *({"kPromoteEvery": blocks} for blocks in ("1", "2")),
             *({"kNumStages": stages} for stages in ("2", "3")),
-            {"kHeadroom": "0.0f"},
+            {"kHeadroom": "1.0f"},
             {"kLooksAhead": "true" if head_dim == 64 else "false"},
             {"kQueryStages": "2"},
             {"kMathWarpgroups": "2" if head_dim == 64 else "3"},

@@ -39,7 +39,7 @@ struct FwdFp8D64 {
   static constexpr bool kLooksAhead = false, kTwoProbBuffers = true;
   static constexpr Exp2 kExp2 = kMode;
   static constexpr int kMufuEighths = 4, kPromoteEvery = 4;
-  static constexpr float kHeadroom = 1.0f;
+  static constexpr float kHeadroom = 2.0f;
 };
 
 template <class ElementType, Exp2 kMode>
@@ -51,7 +51,7 @@ struct FwdFp8D128 {
   static constexpr bool kLooksAhead = true, kTwoProbBuffers = true;
   static constexpr Exp2 kExp2 = kMode;
   static constexpr int kMufuEighths = 4, kPromoteEvery = 4;
-  static constexpr float kHeadroom = 1.0f;
+  static constexpr float kHeadroom = 2.0f;
 };
 
 // Output and its short sums would take 264 registers: P V runs in slices of 64 columns
@@ -65,7 +65,7 @@ struct FwdFp8D256 {
   static constexpr bool kLooksAhead = false, kTwoProbBuffers = false;
   static constexpr Exp2 kExp2 = kMode;
   static constexpr int kMufuEighths = 4, kPromoteEvery = 1;
-  static constexpr float kHeadroom = 1.0f;
+  static constexpr float kHeadroom = 2.0f;
 };
 
 template <class ElementType>

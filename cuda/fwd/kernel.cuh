@@ -1,6 +1,6 @@
 // fwd_kernel: attention forward. Persistent CTAs take (q block, head, batch) tiles from a counter
-// (common/scheduler.h); a tile's kv blocks are visited from the last to the first, so that the
-// masked blocks come first.
+// (common/scheduler.h); a tile's kv blocks are visited from the first to the last, so that the
+// bases of softmax come from a block whose keys every row sees.
 //
 // Roles      warpgroup 0 = load: one thread issues every copy. warpgroups 1.. = math: 64 query rows
 //            each, which own their scores, probabilities and output in registers to the end.
@@ -17,8 +17,8 @@
 //            pipeline. w syncs on its own barrier, then arrives on its neighbour's. Id 0 is
 //            __syncthreads. 8 + w (128 threads): output staging in q; every warp of math warpgroup
 //            w is done with its q rows.
-// Order      one step of the kIntra pipeline, block j (descending):
-//              issue S = Q K_j^T;  issue acc (+)= P_{j+1} V_{j+1};  wait for S, release k;
+// Order      one step of the kIntra pipeline, block j:
+//              issue S = Q K_j^T;  issue acc (+)= P_{j-1} V_{j-1};  wait for S, release k;
 //              mask, softmax -> P_j;  wait for acc, release v;  every kPromoteEvery blocks add acc
 //              to the f32 sum;  rescale where a base grew
 //            At the seam the next tile's first block takes the place of block j, and the output

@@ -131,17 +131,16 @@ __device__ __forceinline__ void load_loop(const typename FwdTraits<Config>::Para
       v_write.advance();
     };
 #pragma unroll 1
-    for (int block = blocks - 1; block >= 0; --block) {
+    for (int block = 0; block < blocks; ++block) {
       const float descale = load.key_descale(block);
       ptx::mbarrier_wait_idle(smem.k_empty(k_write.stage), k_write.parity);
       load.keys(block, k_write.stage, descale);
       k_write.advance();
-      if (block + 1 < blocks)
-        load_values(block + 1);  // values are needed one step after their keys
+      if (block > 0) load_values(block - 1);  // values are needed one step after their keys
     }
     // Asked before the last wait, so that the next q and keys follow at once.
     const int taken = p.tile_counter == nullptr ? index : atomicAdd(p.tile_counter, 1);
-    if (blocks > 0) load_values(0);
+    if (blocks > 0) load_values(blocks - 1);
     index = gridDim.x + taken;
   }
 }

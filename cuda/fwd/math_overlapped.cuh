@@ -53,14 +53,14 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
       return grew;
     }
   };
-  // P V of the `nth` visited block (only its place in a group of kPromoteEvery matters).
-  const auto issue_values = [&](const uint32_t (&frag)[Product::kProbs], int nth) {
+  // P V of a block (only its place in a group of kPromoteEvery matters).
+  const auto issue_values = [&](const uint32_t (&frag)[Product::kProbs], int block) {
     const uint64_t v = Product::value_descriptor(smem, role.v_read.stage);
     ptx::wgmma_fence();
     if constexpr (kIsFp8)
-      Product::issue_values(acc_t, frag, v, nth % Config::kPromoteEvery != 0);
+      Product::issue_values(acc_t, frag, v, block % Config::kPromoteEvery != 0);
     else
-      Product::issue_values(acc_o, frag, v, nth != 0);
+      Product::issue_values(acc_o, frag, v, block != 0);
     ptx::wgmma_commit();
   };
   const auto take_values = [&](bool ends_group) {
@@ -74,8 +74,8 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
       ptx::pin(acc_o);
     }
   };
-  const auto ends_group = [](int nth) {
-    if constexpr (kIsFp8) return nth % Config::kPromoteEvery == Config::kPromoteEvery - 1;
+  const auto ends_group = [](int block) {
+    if constexpr (kIsFp8) return block % Config::kPromoteEvery == Config::kPromoteEvery - 1;
     return true;
   };
   const auto rescale = [&] {
@@ -94,14 +94,14 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     else
       ptx::pin(acc_s);
   };
-  // P V of a block (`p_in`) while S of the next one becomes `p_out`.
+  // S of `block` becomes `p_out` while P V of the block before (`p_in`) runs.
   const auto step = [&](const uint32_t (&p_in)[Product::kProbs], uint32_t (&p_out)[Product::kProbs],
-                        int nth, int block) {
+                        int block) {
     role.wait_keys();
     role.take_turn();
     issue_scores(tile.q_stage);
     role.wait_values();
-    issue_values(p_in, nth);
+    issue_values(p_in, block - 1);
     role.pass_turn();
     const float descale = role.key_descale();
     const auto v_done = role.v_read;
@@ -113,7 +113,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     pin_probabilities(p_out);
     role.peek();
     if constexpr (Traits::kIntra) ptx::wgmma_wait<0>();
-    take_values(ends_group(nth));
+    take_values(ends_group(block - 1));
     role.release(smem.v_empty(v_done.stage));
     if (grew) rescale();
     if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, p_out);
@@ -124,15 +124,13 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
   start_tile(p, role, tile, softmax);
 #pragma unroll
   for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] = 0.0f;
-  role.skip_keys(tile.skipped);
   ptx::mbarrier_wait(smem.k_full(role.k_read.stage), role.k_read.parity);
   issue_scores(tile.q_stage);
   const float first_descale = role.key_descale();
-  role.skip_values(tile.skipped);
   ptx::wgmma_wait<0>();
   ptx::pin(acc_s);
   release_keys();
-  softmax_step(frag_p[0], tile, tile.blocks - 1, first_descale, true);
+  softmax_step(frag_p[0], tile, 0, first_descale, true);
   role.peek();
   if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
 
@@ -146,11 +144,13 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     take_values(true);
     role.release(smem.v_empty(role.v_read.stage));
     role.v_read.advance();
+    role.skip_keys(tile.skipped);
+    role.skip_values(tile.skipped);
   };
   while (true) {
-    int block = tile.blocks - 1;
+    int block = 0;
     while (true) {
-      if (--block < 0) {
+      if (++block == tile.blocks) {
         if constexpr (kLooksAhead) {
 #pragma unroll
           for (int i = 0; i < Product::kProbs; ++i) frag_p[kOther][i] = frag_p[0][i];
@@ -159,12 +159,12 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
         }
         break;
       }
-      step(frag_p[0], frag_p[kOther], tile.blocks - 2 - block, block);
-      if (--block < 0) {
+      step(frag_p[0], frag_p[kOther], block);
+      if (++block == tile.blocks) {
         if constexpr (!kLooksAhead) finish(frag_p[kOther]);
         break;
       }
-      step(frag_p[kOther], frag_p[0], tile.blocks - 2 - block, block);
+      step(frag_p[kOther], frag_p[0], block);
     }
     if constexpr (!kLooksAhead) {
       finish_tile(p, role, tile.q_stage, softmax, acc_o);
@@ -176,10 +176,8 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     const SoftmaxOf<Config> ended = softmax;
     const MathTile next = role.next_tile(p);
     const bool follows = next.blocks > 0;
-    if (follows) {
-      role.skip_keys(next.skipped);
-      role.wait_keys();
-    }
+    role.skip_keys(tile.skipped);
+    if (follows) role.wait_keys();
     role.take_turn();
     issue_scores(next.q_stage);  // without a next tile: of anything
     role.wait_values();
@@ -193,13 +191,13 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     if (follows) {
       release_keys();
       start_tile(p, role, next, softmax);
-      softmax_step(frag_p[0], next, next.blocks - 1, descale, true);
+      softmax_step(frag_p[0], next, 0, descale, true);
     }
     pin_probabilities(frag_p[0]);
     ptx::wgmma_wait<0>();
     take_values(true);
     role.release(smem.v_empty(v_done.stage));
-    if (follows) role.skip_values(next.skipped);
+    role.skip_values(tile.skipped);
     role.peek();
     if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
     finish_tile(p, role, tile.q_stage, ended, acc_o);

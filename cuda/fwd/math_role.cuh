@@ -97,7 +97,7 @@ struct MathRole {
       ptx::named_barrier_arrive(kFirstTurn + (warpgroup + 1) % Traits::kMathWarpgroups,
                                 kTurnThreads);
   }
-  // The blocks that only other warpgroups need come first: their stages go back unread, and every
+  // The blocks that only other warpgroups need come last: their stages go back unread, and every
   // block of a tile takes a turn.
   __device__ __forceinline__ void skip_keys(int blocks) {
 #pragma unroll 1

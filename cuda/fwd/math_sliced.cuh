@@ -2,8 +2,8 @@
 // head_dim 256): P V of a block is taken in slices of columns, each added to the f32 output as soon
 // as it is there. Products of a warpgroup overlap with the softmax of the other one.
 //
-// A step, block j (descending):
-//   wait for v;  five slices of P_{j+1} V_{j+1}, two in flight, acc_o += slice;  release v;
+// A step, block j:
+//   wait for v;  five slices of P_{j-1} V_{j-1}, two in flight, acc_o += slice;  release v;
 //   wait for k;  S = Q K_j^T;  release k;  mask, softmax -> P_j;  rescale acc_o where a base grew
 //
 // Registers  output 132, P 16, a slice of 32 and one of 20, which take turns; S shares the former.
@@ -82,13 +82,11 @@ __device__ __forceinline__ void sliced_tile(const typename FwdTraits<Config>::Pa
   start_tile(p, role, tile, softmax);
 #pragma unroll
   for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] = 0.0f;
-  role.skip_keys(tile.skipped);
   ptx::mbarrier_wait(smem.k_full(role.k_read.stage), role.k_read.parity);
   issue_scores();
-  role.skip_values(tile.skipped);
-  softmax_step(tile.blocks - 1, role.key_descale());
+  softmax_step(0, role.key_descale());
 
-  for (int block = tile.blocks - 1;;) {
+  for (int block = 0;;) {
     role.wait_values();
     role.take_turn();
     issue_slice(wide, 0);
@@ -109,7 +107,7 @@ __device__ __forceinline__ void sliced_tile(const typename FwdTraits<Config>::Pa
     role.release(smem.v_empty(role.v_read.stage));
     role.v_read.advance();
 
-    if (--block < 0) break;
+    if (++block == tile.blocks) break;
     role.wait_keys();
     issue_scores();
     role.pass_turn();
@@ -119,6 +117,8 @@ __device__ __forceinline__ void sliced_tile(const typename FwdTraits<Config>::Pa
     }
   }
   role.pass_turn();
+  role.skip_keys(tile.skipped);
+  role.skip_values(tile.skipped);
   finish_tile(p, role, tile.q_stage, softmax, acc_o);
 }
 

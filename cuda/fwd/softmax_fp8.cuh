@@ -8,7 +8,7 @@
 // (common/layout.h).
 //
 // Numerics. y = score * q_descale * k_descale is the logit in log2 units. Every row has an integer
-// base >= max y, and
+// base, which no y passes by more than kSlack, and
 //   P = e4m3(2^(y - base + 8)).
 // An integer base makes each rescale an exact power of two and P (unless subnormal) independent of
 // the kv tiling; the factor 2^8 uses e4m3's range and cancels, for the row sum is taken from the
@@ -26,6 +26,7 @@ class Fp8Softmax {
   static constexpr int kScores = 32;  // registers: 64 rows x 128 keys, two f16 each, 128 lanes
   static constexpr int kProbs = 16;   // registers of four e4m3
   static constexpr float kOffset = kProbabilityOffset;
+  static constexpr float kSlack = 0.75f;  // 2^(kOffset + kSlack) < 448, the largest e4m3 number
 
   // q_descale of rows g and g + 8.
   __device__ __forceinline__ void start_tile(float q_descale_0, float q_descale_1) {
@@ -71,8 +72,8 @@ class Fp8Softmax {
     // that no base grows.
     uint32_t both = ptx::max_f16x2(ptx::permute_bytes<0x5410>(max_0, max_1),
                                    ptx::permute_bytes<0x7632>(max_0, max_1));
-    const bool outgrown = ptx::low_f16_to_f32(both) * scale_[0] > base_[0] ||
-                          ptx::high_f16_to_f32(both) * scale_[1] > base_[1];
+    const bool outgrown = fmaf(ptx::low_f16_to_f32(both), scale_[0], -kSlack) > base_[0] ||
+                          fmaf(ptx::high_f16_to_f32(both), scale_[1], -kSlack) > base_[1];
     const bool event =
         __any_sync(0xFFFFFFFFu, outgrown || fmaxf(scale_[0], scale_[1]) > kMaxHalfScale);
     if (event) {
@@ -84,7 +85,7 @@ class Fp8Softmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         alpha[r] = 1.0f;
-        if (y[r] > base_[r]) {
+        if (y[r] - kSlack > base_[r]) {
           const float new_base = ceilf(y[r]) + Config::kHeadroom;
           alpha[r] = ptx::exp2_f32(base_[r] - new_base);
           base_[r] = new_base;
