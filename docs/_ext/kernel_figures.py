@@ -119,11 +119,11 @@ def pipeline(steps: Sequence[Step], stages: int) -> Any:
 
 
 def schedule(steps: Sequence[Step], stages: int) -> tuple[list[Bar], list[tuple[float, str]]]:
-    """When what runs for blocks j and j-1, and when which buffer is handed back."""
+    """When what runs for blocks j and j+1, and when which buffer is handed back."""
     bars: list[Bar] = []
     releases: list[tuple[float, str]] = []
     now = tensor = copied = 0.0
-    for block in (0, -1):
+    for block in (0, 1):
         ends: dict[str, float] = {}
         formulas: dict[str, str] = {}
         for step in steps:
@@ -141,7 +141,7 @@ def schedule(steps: Sequence[Step], stages: int) -> tuple[list[Bar], list[tuple[
                 held = re.search(rf"{step.releases.upper()}\((.+?)\)", formulas[step.what])
                 assert held is not None, f"no {step.releases} in {formulas[step.what]}"
                 releases.append((now, held[0]))
-                into = _label(_index(held[1]) - stages)
+                into = _label(_index(held[1]) + stages)
                 copied = max(copied, now)
                 copy = f"copy {step.releases.upper()}({into})"
                 bars.append((2, copied, copied + _LENGTHS["copy"], copy, step.releases))

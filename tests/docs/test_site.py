@@ -85,8 +85,8 @@ def test_a_meaning_may_go_on() -> None:
 
 
 ORDER = """
-// Order      one step of the kIntra pipeline, block j (descending):
-//              issue S = Q K_j^T;  issue acc (+)= P_{j+1} V_{j+1};  wait for S, release k;
+// Order      one step of the kIntra pipeline, block j:
+//              issue S = Q K_j^T;  issue acc (+)= P_{j-1} V_{j-1};  wait for S, release k;
 //              mask, softmax -> P_j;  wait for acc, release v;  rescale
 //            At the seam it goes on.
 """
@@ -96,7 +96,7 @@ def test_a_step_is_drawn_in_the_order_of_the_map() -> None:
     steps = kernel_source.steps(ORDER)
     assert steps == [
         kernel_source.Step("issue", "S", "Q K(j)ᵀ"),
-        kernel_source.Step("issue", "acc", "P(j+1) V(j+1)"),
+        kernel_source.Step("issue", "acc", "P(j-1) V(j-1)"),
         kernel_source.Step("wait", "S", releases="k"),
         kernel_source.Step("softmax"),
         kernel_source.Step("wait", "acc", releases="v"),
@@ -104,12 +104,12 @@ def test_a_step_is_drawn_in_the_order_of_the_map() -> None:
     ]
     pytest.importorskip("matplotlib", reason="needs matplotlib (extra 'bench')")
     bars, releases = load("kernel_figures").schedule(steps, 3)
-    assert [name for _, name in releases] == ["K(j)", "V(j+1)", "K(j-1)", "V(j)"]
+    assert [name for _, name in releases] == ["K(j)", "V(j-1)", "K(j+1)", "V(j)"]
     by_row = [[text for row, *_, text, _ in bars if row == wanted and text] for wanted in range(3)]
     assert by_row == [
-        ["S = Q K(j)ᵀ", "P(j+1) V(j+1)", "S = Q K(j-1)ᵀ", "P(j) V(j)"],
-        ["wait for S", "softmax → P(j)", "wait for S", "softmax → P(j-1)"],
-        ["copy K(j-3)", "copy V(j-2)", "copy K(j-4)", "copy V(j-3)"],
+        ["S = Q K(j)ᵀ", "P(j-1) V(j-1)", "S = Q K(j+1)ᵀ", "P(j) V(j)"],
+        ["wait for S", "softmax → P(j)", "wait for S", "softmax → P(j+1)"],
+        ["copy K(j+3)", "copy V(j+2)", "copy K(j+4)", "copy V(j+3)"],
     ]
     for row in range(3):  # a unit does one thing at a time
         times = [bar[1:3] for bar in bars if bar[0] == row]
