@@ -34,7 +34,7 @@ from jax_fa3 import _ffi
 from jax_fa3._cli import grid, results, text, timing
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES = ((8192, False), (8192, True), (1024, False), (1024, True))  # seqlen, is_causal
+SHAPES = ((8192, False), (8192, True), (1024, True))  # seqlen, is_causal
 CLOSE = 0.03  # relative L2 to the kernel as built; exponentials differ between FP8 variants
 
 
@@ -91,7 +91,6 @@ def _variants() -> list[Variant]:
             {"kQueryStages": "2"},
             {"kMathWarpgroups": "2" if head_dim == 64 else "3"},
         )
-        add(f"FwdFp8D{head_dim}<ptx::E4m3, Exp2::kLinear>", *pipelines("Serial", other))
     add(
         "FwdFp8D256<ptx::E4m3, Exp2::kExact>",
         *pipelines("PingPong"),
@@ -260,15 +259,21 @@ def time_base(
         head_dim = variants[0].head_dim
         shape = grid.square(16_384 // seqlen, seqlen, 2048 // head_dim, head_dim, is_causal)
         arrays = operands(variants[0], shape)
-        calls = {v: forward(v, target, shape) for v, target in targets.items()}
-        outs = {v: np.asarray(jax.jit(c)(*arrays)[0], np.float32) for v, c in calls.items()}
-        expected = outs[variants[0]]
-        errors = {
-            v: float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
-            for v, out in outs.items()
-        }
-        right = [v for v, error in errors.items() if error <= CLOSE]
-        sides = {v.name: timing.jax_side(calls[v], *arrays) for v in right}
+        sides: dict[str, timing.Side] = {}
+        errors: dict[Variant, float] = {}
+        expected = None
+        for variant, target in targets.items():
+            try:
+                side = timing.jax_side(forward(variant, target, shape), *arrays)
+            except jax.errors.JaxRuntimeError as error:  # more shared memory than there is, say
+                print(f"{variant.base}, {variant.name}: {str(error)[:200]}", file=sys.stderr)
+                errors[variant] = math.nan
+                continue
+            out = np.asarray(jax.tree.leaves(side.launch())[0], np.float32)
+            expected = out if expected is None else expected
+            errors[variant] = float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+            if errors[variant] <= CLOSE:
+                sides[variant.name] = side
         turns = timing.take_turns(sides, timing.SUSTAINED, rounds, turn_s=turn_s)
         record.add(row(v, shape, folder, errors.get(v), turns.get(v.name)) for v in variants)
 
@@ -284,7 +289,7 @@ def row(
     path = folder / f"{variant.library}.note"
     note = path.read_text(encoding="utf-8") if path.exists() else "not built"
     if error is not None and turns is None:
-        note = f"WRONG ({error:.1e})"
+        note = "does not run" if math.isnan(error) else f"WRONG ({error:.1e})"
     return {
         "kind": "ablation",
         "kernel": variant.base.replace("ptx::", ""),
