@@ -199,6 +199,19 @@ def ablation_table(rows: Rows) -> str:
     return markdown(["kernel: variant", *titles], lines)
 
 
+def train_table(rows: Rows) -> str:
+    """A line per model of examples/train_gpt.py."""
+    columns = {
+        "steps": ("steps", ",d"),
+        "mean loss, last 50 steps": ("final_loss", ".3f"),
+        "held-out loss": ("held_out_loss", ".3f"),
+        "ms a step": ("ms", ".1f"),
+        "tokens/s": ("tokens_per_s", ",.0f"),
+    }
+    lines = [[r["attention"], *(cell(r, *what) for what in columns.values())] for r in rows]
+    return markdown(["attention", *columns], lines)
+
+
 def short(meta: dict[str, Any], rows: Rows) -> str:
     """For README.md: sustained speed at the longest seqlen of each kind; errors of head_dim 128 at
     2k, 8k, 128k keys."""
@@ -250,6 +263,10 @@ def full(meta: dict[str, Any], rows: Rows) -> str:
     ablation = [r for r in rows if r["kind"] == "ablation"]
     if ablation:
         parts += ["TFLOP/s of kernels with one choice changed:", ablation_table(ablation)]
+    trained = [r for r in rows if r["kind"] == "train"]
+    if trained:
+        words = "A GPT, trained with each kind of attention from the same weights and batches:"
+        parts += [words, train_table(trained)]
     errors = [r for r in rows if r["kind"] == "accuracy"]
     if errors:
         parts += ["Errors against float64:", accuracy_table(errors)]

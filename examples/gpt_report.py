@@ -36,7 +36,8 @@ def meta(text: Text) -> dict[str, Any]:
     return {
         "card": jax.devices()[0].device_kind,
         "versions": versions,
-        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        # Without the folders of this machine.
+        "command": shlex.join(Path(a).name if os.path.isabs(a) else a for a in sys.argv),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "text": {
             "what": "sources of the standard library of Python, bytes",

@@ -37,7 +37,7 @@ def write_all(folder: Path) -> None:
     for draw in (kernel_figures.turns, kernel_figures.call):
         kernel_figures.save(draw, folder / f"{draw.__name__}.svg")
     _write(folder / "command_line.md", command_line_help())
-    speed, errors = [], []
+    speed, errors, trained, gradients = [], [], [], []
     for path in sorted(RESULTS.glob("*.json")):
         meta, rows = harness.merge([path])
         speed.append(benchmark_section(path, meta, rows, folder))
@@ -47,7 +47,13 @@ def write_all(folder: Path) -> None:
             plots.accuracy(rows, image, columns=2)
             errors.append(_figure(image, "Relative L2 error over the number of keys"))
             errors += [table.source_line(meta), table.error_table(shown)]
+        models = [row for row in rows if row["kind"] == "train"]
+        if models:
+            trained += [table.train_table(models), table.source_line(meta)]
+        gradients += gradient_tables(meta, rows)
     _write(folder / "benchmarks.md", "\n\n".join(speed))
+    _write(folder / "training.md", "\n\n".join(trained))
+    _write(folder / "gradients.md", "\n\n".join(gradients))
     _write(folder / "accuracy.md", "\n\n".join(errors))
 
 
@@ -92,6 +98,19 @@ def benchmark_section(
         plots.speed([r for r in rows if r.get("regime") == regime], image, columns=2)
         parts.append(_figure(image, f"Forward speed, {regime}"))
     return "\n\n".join([*parts, table.full(meta, rows)])
+
+
+def gradient_tables(meta: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Speed of backward passes and of training steps on one GPU, and next to rivals."""
+    parts = []
+    for kind in ("bwd", "step"):
+        timed = [row for row in rows if row["kind"] == kind and row.get("regime") == "sustained"]
+        timed = table.in_order([row for row in timed if row.get("devices", 1) == 1])
+        if timed:
+            parts += [f"TFLOP/s of {table.TIMED[kind]}:", table.speed_table(timed)]
+        if any(row["ratio"] for row in timed):
+            parts += ["Our speed over a rival's:", table.ratio_table(timed)]
+    return [*parts, table.source_line(meta)] if parts else []
 
 
 def _figure(image: Path, words: str) -> str:
