@@ -142,7 +142,10 @@ def cell(row: dict[str, Any], name: str, form: str) -> str:
 def number_table(rows: Rows, corner: str, columns: dict[str, tuple[str, str]]) -> str:
     """A line per row: its shape and variant, then {title: (field, format)}."""
     lines = [
-        [f"{shape_name(row)} {variant(row)}", *(cell(row, *what) for what in columns.values())]
+        [
+            " ".join(filter(None, (shape_name(row), variant(row), row.get("xla_flags")))),
+            *(cell(row, *what) for what in columns.values()),
+        ]
         for row in rows
     ]
     return markdown([corner, *columns], lines)

@@ -9,6 +9,7 @@ from typing import Any
 from jax_fa3._cli.results import variant
 from jax_fa3._cli.text import UsageError
 
+_LEAST = 1e-4
 Lines = dict[str, dict[int, float]]  # points of each label; the first row of a place counts
 
 
@@ -18,10 +19,12 @@ def require() -> None:
         raise UsageError('--plot needs matplotlib: pip install "jax_fa3[bench]"')
 
 
-def speed(rows: list[dict[str, Any]], path: Path, columns: int = 3) -> None:
-    """TFLOP/s over seqlen, a panel per head_dim and mask; square grids of a forward only."""
+def speed(rows: list[dict[str, Any]], path: Path, columns: int = 2) -> None:
+    """TFLOP/s over seqlen, a panel per head_dim and mask; square grids of a forward only, with as
+    many key heads as query heads."""
     panels: dict[str, Lines] = {}
-    rows = [r for r in rows if r["kind"] == "fwd" and r["seqlen_q"] == r["seqlen_k"]]
+    same = ("seqlen_q", "seqlen_k"), ("num_heads_q", "num_heads_kv")
+    rows = [r for r in rows if r["kind"] == "fwd" and all(r[a] == r[b] for a, b in same)]
     for row in sorted(rows, key=lambda row: (row["head_dim"], row["is_causal"])):
         title = f"head_dim {row['head_dim']}, {'causal' if row['is_causal'] else 'no mask'}"
         lines = panels.setdefault(title, {})
@@ -30,13 +33,22 @@ def speed(rows: list[dict[str, Any]], path: Path, columns: int = 3) -> None:
 
 
 def accuracy(rows: list[dict[str, Any]], path: Path, columns: int = 3) -> None:
-    """Relative L2 error over the number of keys, a panel per head_dim and distribution."""
+    """Relative L2 error over the number of keys, a panel per head_dim and distribution.
+
+    Less than _LEAST counts as that: sums that come out exactly would hide all others.
+    """
     panels: dict[str, Lines] = {}
     rows = [r for r in rows if r["kind"] == "accuracy" and r["rel_l2"] is not None]
     for row in sorted(rows, key=lambda row: (row["head_dim"], row["data"])):
         lines = panels.setdefault(f"head_dim {row['head_dim']}, {row['data']}", {})
-        lines.setdefault(variant(row), {}).setdefault(row["seqlen_k"], row["rel_l2"])
+        error = max(row["rel_l2"], _LEAST)
+        lines.setdefault(variant(row), {}).setdefault(row["seqlen_k"], error)
     _plot(panels, path, columns, "keys", "relative L2 error", "log")
+
+
+def _count(number: int) -> str:
+    """512, 1k, 128k."""
+    return f"{number // 1024}k" if number % 1024 == 0 else str(number)
 
 
 def _plot(panels: dict[str, Lines], path: Path, columns: int, x: str, y: str, y_scale: str) -> None:
@@ -71,6 +83,8 @@ def _plot(panels: dict[str, Lines], path: Path, columns: int, x: str, y: str, y_
             )
         axis.set_title(title)
         axis.set_xscale("log", base=2)
+        ticks = sorted({place for points in lines.values() for place in points})
+        axis.set_xticks(ticks, [_count(place) for place in ticks])
         axis.set_yscale(y_scale)
         if y_scale == "linear":
             axis.set_ylim(bottom=0)

@@ -275,7 +275,8 @@ def test_progress_needs_no_tqdm(monkeypatch):
 
 ROW = {"kind": "fwd", "impl": "jax_fa3", "precision": "fp8", "preset": "accurate"}
 ROW |= {"with_quantize": True, "head_dim": 128, "is_causal": True}
-ROW |= {"seqlen_q": 4096, "seqlen_k": 4096, "tflops": 900.0}
+ROW |= {"seqlen_q": 4096, "seqlen_k": 4096, "num_heads_q": 16, "num_heads_kv": 16}
+ROW |= {"tflops": 900.0}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,9 @@ def test_a_place_of_a_plot_has_one_point(monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(plots, "_plot", lambda panels, *rest: drawn.append(panels))
     again, two = {"tflops": 950.0}, {"devices": 2, "strategy": "ring", "tflops": 800.0}
-    plots.speed([ROW, {**ROW, **again}, {**ROW, **two}], tmp_path / "no.svg")
+    grouped = {"num_heads_kv": 2, "seqlen_q": 512, "seqlen_k": 512}
+    rows = [ROW, {**ROW, **again}, {**ROW, **two}, {**ROW, **grouped}]
+    plots.speed(rows, tmp_path / "no.svg")
     assert drawn == [
         {
             "head_dim 128, causal": {
@@ -306,6 +309,15 @@ def test_a_place_of_a_plot_has_one_point(monkeypatch, tmp_path):
             }
         }
     ]
+
+
+def test_exact_sums_do_not_stretch_the_axis_of_errors(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(plots, "_plot", lambda panels, *rest: drawn.append(panels))
+    error = {**ROW, "kind": "accuracy", "with_quantize": False, "data": "ones"}
+    rows = [{**error, "seqlen_k": n, "rel_l2": e} for n, e in ((512, 1e-16), (1024, 0.02))]
+    plots.accuracy(rows, tmp_path / "no.svg")
+    assert drawn == [{"head_dim 128, ones": {"jax_fa3 accurate": {512: 1e-4, 1024: 0.02}}}]
 
 
 def test_recorded_command_has_no_folders_of_this_machine(monkeypatch):
