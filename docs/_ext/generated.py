@@ -21,6 +21,8 @@ from jax_fa3._cli import main, plots
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+Meta = dict[str, Any]
+Rows = list[dict[str, Any]]
 
 
 def write_all(folder: Path) -> None:
@@ -37,24 +39,13 @@ def write_all(folder: Path) -> None:
     for draw in (kernel_figures.turns, kernel_figures.call):
         kernel_figures.save(draw, folder / f"{draw.__name__}.svg")
     _write(folder / "command_line.md", command_line_help())
-    speed, errors, trained, gradients = [], [], [], []
+    pages: dict[str, list[str]] = {name: [] for name in PAGES}
     for path in sorted(RESULTS.glob("*.json")):
         meta, rows = harness.merge([path])
-        speed.append(benchmark_section(path, meta, rows, folder))
-        shown = [row for row in rows if row["kind"] == "accuracy"]
-        if shown:
-            image = folder / f"{path.stem}_accuracy.svg"
-            plots.accuracy(rows, image, columns=2)
-            errors.append(_figure(image, "Relative L2 error over the number of keys"))
-            errors += [table.source_line(meta), table.error_table(shown)]
-        models = [row for row in rows if row["kind"] == "train"]
-        if models:
-            trained += [table.train_table(models), table.source_line(meta)]
-        gradients += gradient_tables(meta, rows)
-    _write(folder / "benchmarks.md", "\n\n".join(speed))
-    _write(folder / "training.md", "\n\n".join(trained))
-    _write(folder / "gradients.md", "\n\n".join(gradients))
-    _write(folder / "accuracy.md", "\n\n".join(errors))
+        for name, make in PAGES.items():
+            pages[name] += make(path, meta, rows, folder)
+    for name, parts in pages.items():
+        _write(folder / f"{name}.md", "\n\n".join(parts))
 
 
 def command_line_help() -> str:
@@ -88,19 +79,34 @@ def barrier_table(barriers: list[kernel_source.Barrier]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * 4, *lines])
 
 
-def benchmark_section(
-    path: Path, meta: dict[str, Any], rows: list[dict[str, Any]], folder: Path
-) -> str:
+def benchmark_section(path: Path, meta: Meta, rows: Rows, folder: Path) -> list[str]:
     """One result file: plots of its forward speed, then every table."""
     parts = [f"## {path.name}"]
     for regime in sorted({r["regime"] for r in rows if r["kind"] == "fwd"}):
         image = folder / f"{path.stem}_{regime}.svg"
         plots.speed([r for r in rows if r.get("regime") == regime], image, columns=2)
         parts.append(_figure(image, f"Forward speed, {regime}"))
-    return "\n\n".join([*parts, table.full(meta, rows)])
+    return [*parts, table.full(meta, rows)]
 
 
-def gradient_tables(meta: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+def errors(path: Path, meta: Meta, rows: Rows, folder: Path) -> list[str]:
+    """Errors against float64: plot and table."""
+    shown = [row for row in rows if row["kind"] == "accuracy"]
+    if not shown:
+        return []
+    image = folder / f"{path.stem}_accuracy.svg"
+    plots.accuracy(rows, image, columns=2)
+    figure = _figure(image, "Relative L2 error over the number of keys")
+    return [figure, table.source_line(meta), table.error_table(shown)]
+
+
+def training(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
+    """Models of examples/train_gpt.py."""
+    shown = [row for row in rows if row["kind"] == "train"]
+    return [table.train_table(shown), table.source_line(meta)] if shown else []
+
+
+def gradients(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
     """Speed of backward passes and of training steps on one GPU, and next to rivals."""
     parts = []
     for kind in ("bwd", "step"):
@@ -111,6 +117,31 @@ def gradient_tables(meta: dict[str, Any], rows: list[dict[str, Any]]) -> list[st
         if any(row["ratio"] for row in timed):
             parts += ["Our speed over a rival's:", table.ratio_table(timed)]
     return [*parts, table.source_line(meta)] if parts else []
+
+
+def ablation(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
+    """Variants of the forward kernels."""
+    shown = [row for row in rows if row["kind"] == "ablation"]
+    return [table.ablation_table(shown), table.source_line(meta)] if shown else []
+
+
+def utilisation(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
+    """How busy the tensor cores are."""
+    shown = [row for row in rows if row["kind"] == "pipe"]
+    words, corner, columns = table.MORE["pipe"]
+    tables = [words, table.number_table(shown, corner, columns), table.source_line(meta)]
+    return tables if shown else []
+
+
+# What is made of the result files: name of the page's part, and what one file adds to it.
+PAGES = {
+    "benchmarks": benchmark_section,
+    "accuracy": errors,
+    "training": training,
+    "gradients": gradients,
+    "ablation": ablation,
+    "utilisation": utilisation,
+}
 
 
 def _figure(image: Path, words: str) -> str:

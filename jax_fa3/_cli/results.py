@@ -111,7 +111,7 @@ def _commit() -> str | None:
         changes = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changes else "")
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("JAX_FA3_COMMIT")
+        return os.environ.get("JAX_FA3_COMMIT") or None
 
 
 class Recorder:
