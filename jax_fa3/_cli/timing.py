@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 # A call shorter than this is launched several times per program.
-_SHORT_S = 200e-6
-_LAUNCHES_OF_SHORT = 8
+SHORT_S = 200e-6
+LAUNCHES_OF_SHORT = 8
 # Untimed part of a sustained turn, in which clocks adapt to the new contender.
 _LEAD = 0.2
 
@@ -70,22 +70,22 @@ def jax_side(fn: Callable[..., Any], *operands: Any) -> Side:
     single = jax.jit(fn).lower(*operands).compile()
     jax.block_until_ready(single(*operands))
     side = Side(lambda: single(*operands), jax.block_until_ready)
-    if jax.default_backend() != "gpu" or _seconds_per_launch(side) > _SHORT_S:
+    if jax.default_backend() != "gpu" or seconds_per_launch(side) > SHORT_S:
         return side
 
     def several(*args: Any) -> list[Any]:
         outs = []
-        for _ in range(_LAUNCHES_OF_SHORT):
+        for _ in range(LAUNCHES_OF_SHORT):
             outs.append(fn(*args))
             # Keeps the compiler from seeing that all launches are the same.
             args, _ = jax.lax.optimization_barrier((args, outs[-1]))
         return outs
 
     program = jax.jit(several).lower(*operands).compile()
-    if _custom_calls(program) != _LAUNCHES_OF_SHORT * _custom_calls(single):
+    if _custom_calls(program) != LAUNCHES_OF_SHORT * _custom_calls(single):
         return side  # merged all the same
     jax.block_until_ready(program(*operands))
-    return Side(lambda: program(*operands), jax.block_until_ready, _LAUNCHES_OF_SHORT)
+    return Side(lambda: program(*operands), jax.block_until_ready, LAUNCHES_OF_SHORT)
 
 
 def take_turns(
@@ -103,7 +103,7 @@ def take_turns(
         raise ValueError(f"take_turns: sides and rounds must be given; got {len(sides)}, {rounds}.")
     turn_s = regime.turn_s if turn_s is None else turn_s
     counts = {
-        name: max(1, math.ceil(turn_s / (_seconds_per_launch(side) * side.launches)))
+        name: max(1, math.ceil(turn_s / (seconds_per_launch(side) * side.launches)))
         for name, side in sides.items()
     }
     turns = {name: Turns() for name in sides}
@@ -136,7 +136,7 @@ def _queue(side: Side, count: int) -> None:
     side.wait(handle)
 
 
-def _seconds_per_launch(side: Side) -> float:
+def seconds_per_launch(side: Side) -> float:
     """A first estimate, from a few launches after a warm one."""
     side.wait(side.launch())
     seconds = []

@@ -138,7 +138,7 @@ def test_nothing_to_time_is_an_error():
 def test_short_calls_are_put_into_one_program(monkeypatch):
     """On a GPU; here the barrier must keep eight computations, none of them shared."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(timing, "_SHORT_S", math.inf)
+    monkeypatch.setattr(timing, "SHORT_S", math.inf)
     side = timing.jax_side(lambda x: x @ x, jnp.ones((8, 8)))
     assert side.launches == 8
     outs = side.launch()
@@ -148,7 +148,7 @@ def test_short_calls_are_put_into_one_program(monkeypatch):
 
 def test_merged_launches_are_noticed(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(timing, "_SHORT_S", math.inf)
+    monkeypatch.setattr(timing, "SHORT_S", math.inf)
     counts = iter([3, 1])  # the program with eight holds three custom calls, a single one holds one
     monkeypatch.setattr(timing, "_custom_calls", lambda _: next(counts))
     assert timing.jax_side(lambda x: x @ x, jnp.ones((8, 8))).launches == 1
