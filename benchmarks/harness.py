@@ -64,7 +64,7 @@ IDENTITY = (
     "device",
     "kernel",
     "variant",
-    "xla_flags",
+    "graph",
 )
 
 

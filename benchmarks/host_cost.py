@@ -4,8 +4,8 @@ python benchmarks/host_cost.py --json benchmarks/results/host.json
 
 The arrays are small and few calls are queued before the next wait, so that nobody waits for the
 device: what is measured is the way from Python into the queue. "wall" adds the wait, which holds
-what the device does. XLA launches five kernels or more in a row as one CUDA graph;
-XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 makes it do so here too, where fewer stand alone.
+what the device does. XLA launches five operations or more in a row as one CUDA graph; rows with
+"graph" ask for one here too, where fewer stand alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
 
 import argparse
 import dataclasses
-import os
 import statistics
 import sys
 import time
@@ -32,6 +31,7 @@ from jax_fa3._cli.accuracy import options
 QUEUED = 16  # calls between two waits; JAX itself waits when more than 32 are in flight
 SHAPE = grid.square(1, 256, 2, 64, True)
 PRESETS = ("native", "accurate")
+GRAPH = {"xla_gpu_graph_min_graph_size": 1}
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
@@ -60,6 +60,9 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, An
         fp8 = preset != "native"
         row = who(impl, "fp8" if fp8 else "bf16", preset if fp8 else None)
         found[preset] = (jax.jit(call), operands, row)
+        if runs:
+            jitted = jax.jit(call, compiler_options=GRAPH)
+            found[f"{preset} graph"] = (jitted, operands, {**row, "graph": True})
     if jax.default_backend() == "gpu":
         cudnn = jax.jit(
             lambda q, k, v: jax.nn.dot_product_attention(
@@ -99,7 +102,6 @@ def measure(rounds: int) -> list[dict[str, Any]]:
             "kind": "host",
             **who,
             **dataclasses.asdict(SHAPE),
-            "xla_flags": os.environ.get("XLA_FLAGS", ""),
             "rounds": rounds,
             "us": round(statistics.median(queued[name]), 2),
             "us_lo": round(min(queued[name]), 2),
@@ -126,7 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     header = ["call", "us", "least", "with the wait", "over add", "with the wait"]
     numbers = ("us", "us_lo", "us_wall", "over_add", "wall_over_add")
     lines = [
-        [f"{row['impl']} {row['preset'] or row['precision']}", *(f"{row[n]:.2f}" for n in numbers)]
+        [
+            results.variant(row) + (", one graph" if row.get("graph") else ""),
+            *(f"{row[n]:.2f}" for n in numbers),
+        ]
         for row in record.rows
     ]
     print(text.table(header, lines))

@@ -143,7 +143,7 @@ def number_table(rows: Rows, corner: str, columns: dict[str, tuple[str, str]]) -
     """A line per row: its shape and variant, then {title: (field, format)}."""
     lines = [
         [
-            " ".join(filter(None, (shape_name(row), variant(row), row.get("xla_flags")))),
+            f"{shape_name(row)} {variant(row)}" + (", one graph" if row.get("graph") else ""),
             *(cell(row, *what) for what in columns.values()),
         ]
         for row in rows
@@ -167,7 +167,8 @@ MORE: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
         },
     ),
     "host": (
-        "Host time of a jitted call, in microseconds, next to a jitted addition of three arrays:",
+        "Host time of a jitted call, in microseconds, next to a jitted addition of three arrays; "
+        "one graph: with xla_gpu_graph_min_graph_size=1 among jit's compiler_options:",
         "call",
         {
             "until queued": ("us", ".1f"),

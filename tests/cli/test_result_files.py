@@ -177,7 +177,7 @@ def test_tables_of_the_other_kinds(program, saved):
         timing_row(kind="pipe", **pipe, ncu_clock_mhz=1800.4),
         timing_row(kind="pipe", impl="fa3_fp8", preset=None),
         {"kind": "host", **who, "us": 54.28, "over_add": 1.173, "us_wall": 56.0},
-        {"kind": "host", **who, "us": 41.0, "over_add": 1.0, "us_wall": 42.0, "xla_flags": "-x"},
+        {"kind": "host", **who, "us": 41.0, "over_add": 1.0, "us_wall": 42.0, "graph": True},
         {"kind": "memory", **who, "operands_mib": 64.0, "temporaries_mib": 17.3, "peak_mib": None},
         {
             "kind": "ablation",
@@ -212,7 +212,7 @@ def test_tables_of_the_other_kinds(program, saved):
         f"| {name} jax_fa3 accurate | 812 | 1700 | 700 | 50% | 60.0 | 1800 |",
         f"| {name} fa3_fp8 | 812 | - | - | - | - | - |",
         f"| {name} jax_fa3 bf16 | 54.3 | 1.17 | 56.0 |",
-        f"| {name} jax_fa3 bf16 -x | 41.0 | 1.00 | 42.0 |",
+        f"| {name} jax_fa3 bf16, one graph | 41.0 | 1.00 | 42.0 |",
         f"| {name} jax_fa3 bf16 | 64 | 17 | - |",
         "| kernel: variant | S=8192 causal |",
         "| K: as built | 700 |",
