@@ -40,7 +40,7 @@ def existing_results(text_path: str) -> Path:
 
 
 # What must agree before results may stand in one table; versions of packages must too.
-FACTS = ("card", "driver", "power_limit_w", "commit", "dry_run")
+FACTS = ("card", "driver", "power_limit_w", "commit")
 # What tells a measurement from every other one.
 IDENTITY = (
     "kind",
@@ -72,7 +72,8 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One meta block and the rows of all files, in order.
 
     Files must come from one card, driver, commit and set of versions. Their own commands, dates and
-    gaps stand under "runs". What a later file measured again replaces the earlier rows.
+    gaps stand under "runs". What a later file measured again, next to the same rivals, replaces the
+    earlier rows.
 
     Raises: UsageError naming what differs.
     """
@@ -87,7 +88,7 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         merged["versions"].update(block.get("versions", {}))
         again = {_identity(row) for row in more}
         rows = [row for row in rows if _identity(row) not in again] + more
-        shared = (*FACTS, "versions", "runs", *_CARD)
+        shared = (*FACTS, "dry_run", "versions", "runs", *_CARD)
         own = {key: value for key, value in block.items() if key not in shared}
         runs += block.get("runs", [own])
     if len(runs) > 1:
@@ -102,11 +103,13 @@ _CARD = ("backend", "compute_capability", "memory_mib", "max_sm_clock_mhz")
 
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in IDENTITY)
+    """Without a rival a call is not the same measurement as beside one."""
+    return (*(row.get(name) for name in IDENTITY), *sorted(row.get("ratio", ())))
 
 
 def _require_same(merged: dict[str, Any], block: dict[str, Any], path: Path) -> None:
     pairs = {name: (merged.get(name), block.get(name)) for name in FACTS}
+    pairs["dry_run"] = tuple(bool(x.get("dry_run")) for x in (merged, block))
     versions = block.get("versions", {})
     for package in merged["versions"].keys() & versions.keys():
         pairs[package] = (merged["versions"][package], versions[package])

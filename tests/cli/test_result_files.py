@@ -83,6 +83,7 @@ def test_parts_of_a_grid_become_one(program, saved):
         "b",
         [timing_row(tflops=900.0), timing_row(head_dim=64)],
         command="second",
+        dry_run=False,  # programs without a dry run do not say
         date="2030-01-02 04:00 UTC",
         versions={"jax": "0.10.2", "torch": "2"},
     )
@@ -99,6 +100,16 @@ def test_parts_of_a_grid_become_one(program, saved):
     assert [run["command"] for run in meta["runs"]] == ["first", "second"]
     assert [run["partial"] for run in meta["runs"]] == [True, False]
     assert "card" not in meta["runs"][0]
+
+
+def test_a_ratio_is_not_replaced_by_a_run_without_the_rival(program, saved):
+    with_rival, alone = timing_row(ratio={"fa3_fp8": 1.1}), timing_row(tflops=1.0)
+    merge = program("harness").merge
+    _, rows = merge([saved("a", [with_rival]), saved("b", [alone])])
+    assert [row["tflops"] for row in rows] == [812.3, 1.0]
+    again = timing_row(ratio={"fa3_fp8": 1.2})
+    _, rows = merge([saved("a", [with_rival]), saved("b", [again])])
+    assert [row["ratio"] for row in rows] == [{"fa3_fp8": 1.2}]
 
 
 def test_rows_that_stand_twice_in_one_file_stay(program, saved):
