@@ -91,8 +91,12 @@ def _plot(panels: dict[str, Lines], path: Path, columns: int, x: str, y: str, y_
         axis.set_xlabel(x)
         axis.set_ylabel(y)
         axis.grid(alpha=0.3)
+    longest = 0.6 + 0.08 * max(map(len, labels), default=0)  # inches of a line of the legend
     figure.legend(
-        [handles[label] for label in labels], labels, loc="outside lower center", ncols=columns + 1
+        [handles[label] for label in labels],
+        labels,
+        loc="outside lower center",
+        ncols=max(1, min(columns + 1, int(5.5 * columns / longest))),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
