@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -154,6 +155,20 @@ def demangle(symbols: list[str]) -> list[str]:
         ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
     )
     return done.stdout.splitlines()
+
+
+def same_images(first: Path, second: Path) -> bool:
+    """Whether two extensions hold the same bytes for the GPU; False also where nothing can tell."""
+    if shutil.which("objcopy") is None:
+        return False
+    images = []
+    for extension in (first, second):
+        with tempfile.TemporaryDirectory() as folder:
+            image, rest = Path(folder, "image"), Path(folder, "rest")
+            dump = ["objcopy", "--dump-section", f".nv_fatbin={image}", str(extension), str(rest)]
+            subprocess.run(dump, capture_output=True, check=False)
+            images.append(image.read_bytes() if image.exists() else b"")
+    return images[0] == images[1] != b""
 
 
 @functools.cache

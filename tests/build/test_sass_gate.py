@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -230,6 +232,22 @@ def test_same_code_passes_and_each_difference_fails():
     )
     (failure,) = gate.check_same_code(first, {"f": first["f"]})
     assert failure == "g: is in one of the two extensions only."
+
+
+def test_same_images_are_told_by_their_bytes(tmp_path):
+    if shutil.which("objcopy") is None or shutil.which("c++") is None:
+        pytest.skip("needs objcopy (binutils) and c++")
+    for name, byte in (("a", 1), ("b", 1), ("c", 2), ("none", None)):
+        section = '__attribute__((section(".nv_fatbin"), used))' if byte else ""
+        source = tmp_path / f"{name}.cc"
+        source.write_text(f"int {name}() {{ return 0; }} {section} char image[] = {{{byte or 0}}};")
+        library = tmp_path / f"{name}.so"
+        subprocess.run(["c++", "-shared", "-fPIC", "-o", library, source], check=True)
+    a, b, c, none = (tmp_path / f"{name}.so" for name in ("a", "b", "c", "none"))
+    assert sass.same_images(a, b)
+    assert not sass.same_images(a, c)
+    assert not sass.same_images(none, none)  # nothing was compared
+    assert a.stat().st_size > 0  # objcopy leaves its input alone
 
 
 def test_table_shows_registers_spills_and_counts():
