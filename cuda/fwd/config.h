@@ -18,8 +18,7 @@ namespace jax_fa3 {
 //   kClusterSize     CTAs that share copies
 //   kNumStages       depth of the K and V rings
 //   kQueryStages     q tiles in shared memory: with more than 1 the next one is loaded early, with 3
-//                    even behind short tiles; with 1 the output is turned through the q tile, which
-//                    saves its own staging
+//                    even behind short tiles; with 1 it comes beside the last P V and the output
 //   kPipeline        what overlaps (params.h)
 //   kLooksAhead      the first Q K^T of the next tile is formed beside the last P V of this one
 //                    (math_overlapped.cuh); its keys come too late for that when rings have 2 stages
@@ -153,7 +152,6 @@ struct FwdTraits {
   static constexpr int kMathRegisters = kMathWarpgroups == 3 ? 160 : 232;
 
   // Output staging: each math warp turns 64 columns of its 16 rows at a time.
-  static constexpr bool kStagingInQuery = kQueryStages == 1;
   static constexpr int kStagingBytes = 16 * 64 * 2;
 
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256,
@@ -165,7 +163,7 @@ struct FwdTraits {
   static_assert(kQueryStages >= 1 && kQueryStages <= 3, "one to three q tiles in shared memory");
   static_assert(!Config::kLooksAhead || kQueryStages > 1,
                 "the next q tile must be there before this one is given back");
-  static_assert(!kStagingInQuery || !kIsFp8, "an FP8 q tile is smaller than its output");
+  static_assert(kQueryStages > 1 || !kIsFp8, "the factors of an FP8 tile stay to its end");
   static_assert(Config::kClusterSize == 1, "no kernel multicasts yet, so a cluster has one CTA");
   static_assert(kBlockKv % 16 == 0 && kBlockKv <= 256, "P V takes 16 keys a step");
   static_assert(!kIsFp8 || kBlockKv == kGranule, "one k_descale must cover the kv block");

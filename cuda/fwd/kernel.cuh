@@ -5,7 +5,7 @@
 // Roles      warpgroup 0 = load: one thread issues every copy. warpgroups 1.. = math: 64 query rows
 //            each, which own their scores, probabilities and output in registers to the end.
 // Smem       q[q stages] | k[stages] | v[stages] (FP8: + 8 ones rows each) | output staging per math
-//            warp (or in q) | factors[q stages] | tile[q stages] | k_descale[stages] | barriers
+//            warp | factors[q stages] | tile[q stages] | k_descale[stages] | barriers
 // mbarriers  name        arrivals          waiter  meaning
 //            q_full[s]   1 + bytes of q    math    q stage s has landed, with its factors and its
 //                                                  place (tile[s]; the last one says: no more)
@@ -15,8 +15,7 @@
 //            v_full[s], v_empty[s]         likewise
 // Named      1 + w (256 threads): math warpgroup w's turn to issue products; only with a ping-pong
 //            pipeline. w syncs on its own barrier, then arrives on its neighbour's. Id 0 is
-//            __syncthreads. 8 + w (128 threads): output staging in q; every warp of math warpgroup
-//            w is done with its q rows.
+//            __syncthreads.
 // Order      one step of the kIntra pipeline, block j:
 //              issue S = Q K_j^T;  issue acc (+)= P_{j-1} V_{j-1};  wait for S, release k;
 //              mask, softmax -> P_j;  wait for acc, release v;  every kPromoteEvery blocks add acc

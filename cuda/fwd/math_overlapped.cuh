@@ -134,8 +134,14 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
   role.peek();
   if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
 
-  // P V of the last block of a tile.
+  Tile place;  // of a tile whose only q stage went back
+  // P V of the last block of a tile. An only q stage goes back before it.
   const auto finish = [&](const uint32_t (&p_in)[Product::kProbs]) {
+    if constexpr (Traits::kQueryStages == 1) {
+      place = role.tile_at(tile.q_stage);
+      __syncwarp();
+      role.release(smem.q_empty(tile.q_stage));
+    }
     role.take_turn();
     role.wait_values();
     issue_values(p_in, tile.blocks - 1);
@@ -167,7 +173,8 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
       step(frag_p[kOther], frag_p[0], block);
     }
     if constexpr (!kLooksAhead) {
-      finish_tile(p, role, tile.q_stage, softmax, acc_o);
+      if constexpr (Traits::kQueryStages > 1) place = role.tile_at(tile.q_stage);
+      finish_tile(p, role, tile.q_stage, place, softmax, acc_o);
       return role.next_tile(p);
     }
 
@@ -200,7 +207,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     role.skip_values(tile.skipped);
     role.peek();
     if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
-    finish_tile(p, role, tile.q_stage, ended, acc_o);
+    finish_tile(p, role, tile.q_stage, role.tile_at(tile.q_stage), ended, acc_o);
     if (!follows) return next;
     tile = next;
     if constexpr (kIsFp8) {

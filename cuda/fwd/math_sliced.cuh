@@ -119,7 +119,7 @@ __device__ __forceinline__ void sliced_tile(const typename FwdTraits<Config>::Pa
   role.pass_turn();
   role.skip_keys(tile.skipped);
   role.skip_values(tile.skipped);
-  finish_tile(p, role, tile.q_stage, softmax, acc_o);
+  finish_tile(p, role, tile.q_stage, role.tile_at(tile.q_stage), softmax, acc_o);
 }
 
 }  // namespace jax_fa3

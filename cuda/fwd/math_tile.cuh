@@ -46,22 +46,17 @@ __device__ __forceinline__ int warp_row(const MathRole<Config>& role, const Tile
          static_cast<int>(ThreadPlace().warp * 16);
 }
 
-// Normalises and stores the output of the tile in `q_stage`, whose rows ended with the bases and
-// sums of `softmax`; gives the stage back.
+// Normalises and stores the output of the tile in `q_stage`, whose place is `output` and whose rows
+// ended with the bases and sums of `softmax`; gives the stage back (an only one goes back earlier).
 template <class Config>
 __device__ __forceinline__ void finish_tile(const typename FwdTraits<Config>::Params& p,
                                             const MathRole<Config>& role, int q_stage,
-                                            const SoftmaxOf<Config>& softmax,
+                                            const Tile& output, const SoftmaxOf<Config>& softmax,
                                             const float (&acc_o)[Products<Config>::kOutputs]) {
   using Traits = FwdTraits<Config>;
   constexpr bool kIsFp8 = Traits::kIsFp8;
   const FwdSmem<Config>& smem = role.smem;
-  if constexpr (Traits::kStagingInQuery) {
-    constexpr int kFirstDone = 8;
-    ptx::named_barrier_sync(kFirstDone + role.warpgroup, 128);
-  }
   const ThreadPlace me;
-  const Tile output = role.tile_at(q_stage);
   const int first_row = warp_row(role, output);
 
   // A row whose sum is zero saw no key: output 0, logsumexp -inf.
@@ -85,10 +80,10 @@ __device__ __forceinline__ void finish_tile(const typename FwdTraits<Config>::Pa
   }
   Epilogue<Config>::store_rows(p, smem, q_stage, output, first_row,
                                smem.staging(role.warpgroup * 4 + me.warp), acc_o, inverse);
-  // The next tile may be copied over the staging.
-  if constexpr (Traits::kStagingInQuery) ptx::fence_async_proxy();
-  __syncwarp();
-  role.release(smem.q_empty(q_stage));
+  if constexpr (Traits::kQueryStages > 1) {
+    __syncwarp();
+    role.release(smem.q_empty(q_stage));
+  }
 }
 
 // A tile of which no row of this warpgroup sees a key: its blocks go back unread, and rows that

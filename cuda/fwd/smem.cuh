@@ -18,8 +18,7 @@ struct FwdSmem {
   static constexpr int kKeys = kQuery + kQueryStages * Traits::kQueryBytes;
   static constexpr int kValues = kKeys + kStages * Traits::kKeyBytes;
   static constexpr int kStaging = kValues + kStages * Traits::kValueStageBytes;
-  static constexpr int kFactors =
-      kStaging + (Traits::kStagingInQuery ? 0 : Traits::kMathWarps * Traits::kStagingBytes);
+  static constexpr int kFactors = kStaging + Traits::kMathWarps * Traits::kStagingBytes;
   static constexpr int kTiles = kFactors + kQueryStages * Traits::kFactorBytes;
   static constexpr int kKeyScales = kTiles + kQueryStages * 16;
   static constexpr int kBarriers = kKeyScales + (Traits::kIsFp8 ? 16 : 0);
@@ -48,9 +47,9 @@ struct FwdSmem {
   __device__ __forceinline__ uint32_t values(int stage) const {
     return base + kValues + stage * Traits::kValueStageBytes;
   }
-  // Of one math warp: its part of the q tile's first chunk, or a place of its own.
+  // Of one math warp.
   __device__ __forceinline__ uint32_t staging(int warp) const {
-    return base + (Traits::kStagingInQuery ? kQuery : kStaging) + warp * Traits::kStagingBytes;
+    return base + kStaging + warp * Traits::kStagingBytes;
   }
   // FP8, of the tile in a q stage: q_descale[kBlockQ], q_shift[kBlockQ], v_descale[kHeadDim],
   // v_mean[kHeadDim].
