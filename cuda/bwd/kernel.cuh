@@ -26,8 +26,8 @@
 //            step i-1;  dS = P dP;  write dS^T, tell the dQ warpgroup, which makes dQ = dS K, stages
 //            it and adds it to global memory (bulk reduce, one slice per warp).
 //   joint    issue S;  barrier;  issue dQ_{i-1} = dS K;  issue dK += dS^T Q_{i-1};  wait for S;
-//            P = exp2(S scaled), masked;  wait for dQ_{i-1}, stage it;  issue dP;  add dQ_{i-1} to
-//            global memory;  wait for dK_{i-1}, release q;  issue dV += P dO_i;  wait for dP;
+//            P = exp2(S scaled), masked;  wait for dQ_{i-1}, stage it;  issue dP;  wait for dK_{i-1},
+//            release q;  issue dV += P dO_i;  add dQ_{i-1} to global memory;  wait for dP;
 //            dS = P dP;  write dS^T;  wait for dV, release dout
 // Numerics   P and dS are rounded to 16 bits for the products, everything else is f32.
 #pragma once

@@ -87,7 +87,6 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
                             Product::query_descriptor(out_grads));
       ptx::wgmma_commit();
       if constexpr (!kFirst) {
-        add_last_query_grads();
         ptx::wgmma_wait<1>();  // dK of the last step
         release(smem.q_empty(q_stage(i - 1)));
       }
@@ -99,6 +98,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       ptx::wgmma_fence();
       Product::issue_key_grads(acc_dv, frag_p, Product::query_rows_descriptor(out_grads), !kFirst);
       ptx::wgmma_commit();
+      // Only now, since its fence waits for the stores of the staging.
+      if constexpr (!kFirst) add_last_query_grads();
       ptx::wgmma_wait<1>();  // dP
       ptx::pin(acc_dp);
 #pragma unroll
