@@ -54,6 +54,7 @@ struct BwdTraits {
   static constexpr bool kApart = Config::kApart;
   static constexpr int kMathWarpgroups = 2;
   static constexpr int kMathWarps = 4 * kMathWarpgroups;
+  static constexpr int kMathThreads = 32 * kMathWarps;
   static constexpr int kBlockKv = 64 * kMathWarpgroups;
   static constexpr int kThreads = (kMathWarpgroups + 1 + kApart) * 128;
   static constexpr int kLoadRegisters = 24, kMathRegisters = kApart ? 208 : 240;
@@ -86,6 +87,7 @@ struct BwdTraits<BwdD256<ElementType>> {
   static constexpr int kQueryTiles = 2;              // of a CTA of the kernel for dQ
   static constexpr int kMathWarpgroups = 2;
   static constexpr int kMathWarps = 4 * kMathWarpgroups;
+  static constexpr int kMathThreads = 32 * kMathWarps;
   static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
   static constexpr int kLoadRegisters = 24, kMathRegisters = 240;
 

@@ -12,11 +12,11 @@
 //            k_full       1 + bytes         math,dQ  the CTA's keys have landed (once)
 //            v_full       1 + bytes         math     likewise its values
 //            q_full[s]    1 + bytes         math     q stage s and its row_lse have landed
-//            q_empty[s]   every math warp   load     S and dK of the step are done
+//            q_empty[s]   math threads      load     S and dK of the step are done
 //            do_full[s]   1 + bytes         math     dout stage s and its row_delta have landed
-//            do_empty[s]  every math warp   load     dP and dV of the step are done
-//            ds_full[b]   every math warp   dQ       kApart: dS^T of a step is written
-//            ds_empty[b]  every dQ warp     math     kApart: dQ of the step is done
+//            do_empty[s]  math threads      load     dP and dV of the step are done
+//            ds_full[b]   math threads      dQ       kApart: dS^T of a step is written
+//            ds_empty[b]  dQ threads        math     kApart: dQ of the step is done
 // Named      1 (256 threads), without kApart: both math warpgroups have written their half of dS^T.
 //            Id 0 is __syncthreads.
 // Order      one step, query block i; scores are transposed, keys down and queries across. S starts as
@@ -57,16 +57,16 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
     ptx::mbarrier_init(smem.v_full(), 1);
     for (int stage = 0; stage < Traits::kQStages; ++stage) {
       ptx::mbarrier_init(smem.q_full(stage), 1);
-      ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathWarps);
+      ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathThreads);
     }
     for (int stage = 0; stage < Traits::kDoStages; ++stage) {
       ptx::mbarrier_init(smem.do_full(stage), 1);
-      ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathWarps);
+      ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathThreads);
     }
     if constexpr (Traits::kApart) {
       for (int buffer = 0; buffer < Traits::kScoreGradBuffers; ++buffer) {
-        ptx::mbarrier_init(smem.ds_full(buffer), Traits::kMathWarps);
-        ptx::mbarrier_init(smem.ds_empty(buffer), Traits::kStagingWarps);
+        ptx::mbarrier_init(smem.ds_full(buffer), Traits::kMathThreads);
+        ptx::mbarrier_init(smem.ds_empty(buffer), Traits::kStagingWarps * 32);
       }
     }
     ptx::mbarrier_init_fence();

@@ -26,9 +26,6 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
   if (walk.num_steps > 0) {
     const float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
     const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
-    const auto release = [&](uint32_t empty_barrier) {
-      if (thread % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
-    };
     const auto q_stage = [](int i) { return i % Traits::kQStages; };
     const auto do_stage = [](int i) { return i % Traits::kDoStages; };
     const int full_from = Scores::full_from(p, walk, warpgroup);
@@ -94,8 +91,8 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
       ptx::wgmma_wait<0>();
       ptx::pin(acc_dp);
       if constexpr (!kFirst) {
-        release(smem.q_empty(q_stage(i - 1)));
-        release(smem.do_empty(do_stage(i - 1)));
+        ptx::mbarrier_arrive(smem.q_empty(q_stage(i - 1)));
+        ptx::mbarrier_arrive(smem.do_empty(do_stage(i - 1)));
       }
 #pragma unroll
       for (int j = 0; j < Product::kFrags; ++j) {
@@ -109,8 +106,7 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
       ptx::mbarrier_wait(smem.ds_empty(i % kBuffers), ~(i / kBuffers) & 1);
       Scores::store_grads(smem.score_grads(i % kBuffers), frag_ds, warpgroup, thread);
       ptx::fence_async_proxy();
-      __syncwarp();
-      release(smem.ds_full(i % kBuffers));
+      ptx::mbarrier_arrive(smem.ds_full(i % kBuffers));
       step.advance(walk);
     };
     run_step(0, std::true_type{});
@@ -122,7 +118,8 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
     ptx::pin(acc_dk);
   }
 
-  // The warp's own rows of V, which only it has read.
+  // The warp's own rows of V, which only its lanes have read.
+  __syncwarp();
   const uint32_t staging = smem.values() + (warpgroup * 4 + thread / 32) * 16 * 128;
   store_key_grads(p, walk, warpgroup, acc_dk, acc_dv, staging);
 }

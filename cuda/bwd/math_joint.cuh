@@ -28,9 +28,6 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
   for (int i = 0; i < Product::kKeyGrads; ++i) acc_dv[i] = acc_dk[i] = 0.0f;
 
   const float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
-  const auto release = [&](uint32_t empty_barrier) {
-    if (thread % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
-  };
 
   if (walk.num_steps > 0) {
     using Smem = BwdSmem<Config>;
@@ -88,7 +85,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       ptx::wgmma_commit();
       if constexpr (!kFirst) {
         ptx::wgmma_wait<1>();  // dK of the last step
-        release(smem.q_empty(q_stage(i - 1)));
+        ptx::mbarrier_arrive(smem.q_empty(q_stage(i - 1)));
       }
       uint32_t frag_p[Product::kFrags];
 #pragma unroll
@@ -135,7 +132,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       if (i + 1 < walk.num_steps)
         ptx::mbarrier_wait(smem.q_full(q_stage(i + 1)), (i + 1) / Traits::kQStages & 1);
       ptx::wgmma_wait<0>();  // dV
-      release(smem.do_empty(do_stage(i)));
+      ptx::mbarrier_arrive(smem.do_empty(do_stage(i)));
     };
 
     ptx::mbarrier_wait(smem.k_full(), 0);

@@ -48,7 +48,6 @@ __device__ __forceinline__ void bwd_query_grads_loop(const BwdParams& p,
   using Smem = BwdSmem<Config>;
   const BwdWalk<Config> walk(p);
   if (walk.num_steps == 0) return;
-  const bool is_elected = threadIdx.x % 32 == 0;
   const uint32_t staging = smem.staging(threadIdx.x / 32 % 4);
   RingPosition<Traits::kScoreGradBuffers> read(0);
   BwdStep<Config> step(p, walk);
@@ -66,13 +65,13 @@ __device__ __forceinline__ void bwd_query_grads_loop(const BwdParams& p,
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::pin(acc);
-    if (is_elected) ptx::mbarrier_arrive(smem.ds_empty(read.stage));
+    ptx::mbarrier_arrive(smem.ds_empty(read.stage));
     stage_query_grads(acc, staging);
     add_query_grads(p, walk, step, 0, staging);
     read.advance();
     step.advance(walk);
   }
-  if (is_elected) ptx::bulk_wait_read();
+  if (threadIdx.x % 32 == 0) ptx::bulk_wait_read();
 }
 
 }  // namespace jax_fa3

@@ -10,9 +10,9 @@
 //            k_full       1 + bytes      P       the CTA's keys have landed (once)
 //            v_full       1 + bytes      dS      likewise its values
 //            q_full[s]    1 + bytes      both    q stage s and its row_lse have landed
-//            q_empty[s]   all math warps load    S and dK of the step are done
+//            q_empty[s]   math threads   load    S and dK of the step are done
 //            do_full[s]   1 + bytes      both    dout stage s and its row_delta have landed
-//            do_empty[s]  all math warps load    dP and dV of the step are done
+//            do_empty[s]  math threads   load    dP and dV of the step are done
 // Named      1, 2 (128 threads): every warp of P, of dS is done with k, with v. 3, 4 (256): P
 //            arrives, dS waits: the P of a block lies in buffer 0, 1. 5, 6 (256): dS arrives, P
 //            waits: it has been read. Id 0 is __syncthreads.
@@ -126,7 +126,7 @@ __device__ __forceinline__ void bwd_wide_keys_math(const BwdParams& p,
   using Product = BwdWideProducts<Config>;
   const BwdWalk<Config> walk(p);
   const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
-  const int lane = thread % 32, warp = thread / 32;
+  const int warp = thread / 32;
   float acc[Product::kGrads];
 #pragma unroll
   for (int i = 0; i < Product::kGrads; ++i) acc[i] = 0.0f;
@@ -146,9 +146,6 @@ __device__ __forceinline__ void bwd_wide_keys_math(const BwdParams& p,
     const auto parity = [](int i) { return static_cast<uint32_t>(i / Smem::kStages & 1); };
     // Descriptors are built where they are used, from one register.
     const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
-    const auto release = [&](uint32_t barrier) {
-      if (lane == 0) ptx::mbarrier_arrive(barrier);
-    };
 
     float acc_s[Product::kScores];
     uint32_t frag[Product::kFrags];
@@ -181,7 +178,7 @@ __device__ __forceinline__ void bwd_wide_keys_math(const BwdParams& p,
     // the same thread of the other.
     const auto make_scores = [&](int i) {
       ptx::pin(acc_s);
-      release(first_empty(stage(i)));
+      ptx::mbarrier_arrive(first_empty(stage(i)));
       const uint32_t shared = smem.probabilities(stage(i)) + thread * 16;
       if constexpr (kIsP) {
 #pragma unroll
@@ -226,7 +223,7 @@ __device__ __forceinline__ void bwd_wide_keys_math(const BwdParams& p,
       issue_second(i - 1);
       issue_first(i);
       ptx::wgmma_wait<1>();
-      release(second_empty(stage(i - 1)));
+      ptx::mbarrier_arrive(second_empty(stage(i - 1)));
       ptx::wgmma_wait<0>();
       make_scores(i);
       pack();
@@ -263,9 +260,9 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
     ptx::mbarrier_init(smem.v_full(), 1);
     for (int stage = 0; stage < Smem::kStages; ++stage) {
       ptx::mbarrier_init(smem.q_full(stage), 1);
-      ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathWarps);
+      ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathThreads);
       ptx::mbarrier_init(smem.do_full(stage), 1);
-      ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathWarps);
+      ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathThreads);
     }
     ptx::mbarrier_init_fence();
   }

@@ -10,9 +10,9 @@
 //            q_full       1 + bytes       math    both q tiles have landed (once)
 //            do_full      1 + bytes       math    likewise dout
 //            k_full[s]    1 + bytes       math    k stage s has landed
-//            k_empty[s]   all math warps  load    S and dQ of the block are done
+//            k_empty[s]   math threads    load    S and dQ of the block are done
 //            v_full       1 + bytes       math    v has landed
-//            v_empty      all math warps  load    dP of the block is done
+//            v_empty      math threads    load    dP of the block is done
 // Named      1, 2 (128 threads): every warp of the math warpgroup is done with its dout tile. Id 0
 //            is __syncthreads.
 // Order      key block j:  issue dQ += dS_{j-1} K;  issue S_j = Q K^T;  issue dP_j = dO V^T;  wait
@@ -152,9 +152,6 @@ __device__ __forceinline__ void bwd_wide_queries_math(const BwdParams& p,
     const auto parity = [](int j) { return static_cast<uint32_t>(j / Smem::kKeyStages & 1); };
     // Descriptors are built where they are used, from one register.
     const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
-    const auto release = [&](uint32_t barrier) {
-      if (lane == 0) ptx::mbarrier_arrive(barrier);
-    };
     const int own16 = warpgroup * Product::kTile16;
 
     float acc_s[Product::kScores], acc_dp[Product::kScores];
@@ -205,7 +202,7 @@ __device__ __forceinline__ void bwd_wide_queries_math(const BwdParams& p,
     };
     const auto make_ds = [&] {
       ptx::pin(acc_dp);
-      release(smem.v_empty());
+      ptx::mbarrier_arrive(smem.v_empty());
 #pragma unroll
       for (int i = 0; i < Product::kFrags; ++i)
         frag_ds[i] =
@@ -225,7 +222,7 @@ __device__ __forceinline__ void bwd_wide_queries_math(const BwdParams& p,
       issue_s(j);
       issue_dp(j);
       ptx::wgmma_wait<2>();
-      release(smem.k_empty(stage(j - 1)));
+      ptx::mbarrier_arrive(smem.k_empty(stage(j - 1)));
       ptx::wgmma_wait<1>();
       make_p(j);
       ptx::wgmma_wait<0>();
@@ -284,10 +281,10 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
     ptx::mbarrier_init(smem.q_full(), 1);
     ptx::mbarrier_init(smem.do_full(), 1);
     ptx::mbarrier_init(smem.v_full(), 1);
-    ptx::mbarrier_init(smem.v_empty(), Traits::kMathWarps);
+    ptx::mbarrier_init(smem.v_empty(), Traits::kMathThreads);
     for (int stage = 0; stage < Smem::kKeyStages; ++stage) {
       ptx::mbarrier_init(smem.k_full(stage), 1);
-      ptx::mbarrier_init(smem.k_empty(stage), Traits::kMathWarps);
+      ptx::mbarrier_init(smem.k_empty(stage), Traits::kMathThreads);
     }
     ptx::mbarrier_init_fence();
   }

@@ -117,7 +117,8 @@ struct FwdTraits {
   static constexpr int kBlockKv = Config::kBlockKv;
   static constexpr int kMathWarpgroups = Config::kMathWarpgroups;
   static constexpr int kMathWarps = kMathWarpgroups * 4;
-  static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
+  static constexpr int kMathThreads = kMathWarps * 32;
+  static constexpr int kThreads = kMathThreads + 128;
   static constexpr int kNumStages = Config::kNumStages;
   static constexpr int kQueryStages = Config::kQueryStages;
   static constexpr bool kIntra =

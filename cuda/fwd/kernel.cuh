@@ -9,9 +9,9 @@
 // mbarriers  name        arrivals          waiter  meaning
 //            q_full[s]   1 + bytes of q    math    q stage s has landed, with its factors and its
 //                                                  place (tile[s]; the last one says: no more)
-//            q_empty[s]  every math warp   load    nobody reads q stage s any more
+//            q_empty[s]  math threads      load    nobody reads q stage s any more
 //            k_full[s]   1 + bytes of k    math    k stage s has landed, with its k_descale
-//            k_empty[s]  every math warp   load    the products that read k stage s are done
+//            k_empty[s]  math threads      load    the products that read k stage s are done
 //            v_full[s], v_empty[s]         likewise
 // Named      1 + w (256 threads): math warpgroup w's turn to issue products; only with a ping-pong
 //            pipeline. w syncs on its own barrier, then arrives on its neighbour's. Id 0 is
@@ -62,13 +62,13 @@ __global__ void __launch_bounds__(FwdTraits<Config>::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
       ptx::mbarrier_init(smem.q_full(stage), 1);
-      ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathWarps);
+      ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathThreads);
     }
     for (int stage = 0; stage < Traits::kNumStages; ++stage) {
       ptx::mbarrier_init(smem.k_full(stage), 1);
-      ptx::mbarrier_init(smem.k_empty(stage), Traits::kMathWarps);
+      ptx::mbarrier_init(smem.k_empty(stage), Traits::kMathThreads);
       ptx::mbarrier_init(smem.v_full(stage), 1);
-      ptx::mbarrier_init(smem.v_empty(stage), Traits::kMathWarps);
+      ptx::mbarrier_init(smem.v_empty(stage), Traits::kMathThreads);
     }
     ptx::mbarrier_init_fence();
   }

@@ -10,7 +10,7 @@ template <class Config>
 __device__ __forceinline__ void math_loop(const typename FwdTraits<Config>::Params& p,
                                           const FwdSmem<Config>& smem, const int warpgroup) {
   using Traits = FwdTraits<Config>;
-  MathRole<Config> role{smem, warpgroup, static_cast<int>(threadIdx.x & 31)};
+  MathRole<Config> role{smem, warpgroup};
   if (warpgroup == Traits::kMathWarpgroups - 1) role.pass_turn();  // warpgroup 0 begins
 
   MathTile tile = role.next_tile(p);

@@ -33,7 +33,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     ptx::wgmma_commit();
   };
   const auto release_keys = [&] {
-    role.release(smem.k_empty(role.k_read.stage));
+    ptx::mbarrier_arrive(smem.k_empty(role.k_read.stage));
     role.k_read.advance();
   };
   // Raw scores of `block` to probabilities; returns whether a base grew.
@@ -114,7 +114,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     role.peek();
     if constexpr (Traits::kIntra) ptx::wgmma_wait<0>();
     take_values(ends_group(block - 1));
-    role.release(smem.v_empty(v_done.stage));
+    ptx::mbarrier_arrive(smem.v_empty(v_done.stage));
     if (grew) rescale();
     if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, p_out);
   };
@@ -139,8 +139,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
   const auto finish = [&](const uint32_t (&p_in)[Product::kProbs]) {
     if constexpr (Traits::kQueryStages == 1) {
       place = role.tile_at(tile.q_stage);
-      __syncwarp();
-      role.release(smem.q_empty(tile.q_stage));
+      ptx::mbarrier_arrive(smem.q_empty(tile.q_stage));
     }
     role.take_turn();
     role.wait_values();
@@ -148,7 +147,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     role.pass_turn();
     ptx::wgmma_wait<0>();
     take_values(true);
-    role.release(smem.v_empty(role.v_read.stage));
+    ptx::mbarrier_arrive(smem.v_empty(role.v_read.stage));
     role.v_read.advance();
     role.skip_keys(tile.skipped);
     role.skip_values(tile.skipped);
@@ -190,7 +189,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     role.wait_values();
     issue_values(frag_p[kOther], tile.blocks - 1);
     role.pass_turn();
-    const float descale = role.key_descale();
+    const float descale = follows ? role.key_descale() : 1.0f;
     const auto v_done = role.v_read;
     role.v_read.advance();
     ptx::wgmma_wait<1>();
@@ -203,7 +202,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     pin_probabilities(frag_p[0]);
     ptx::wgmma_wait<0>();
     take_values(true);
-    role.release(smem.v_empty(v_done.stage));
+    ptx::mbarrier_arrive(smem.v_empty(v_done.stage));
     role.skip_values(tile.skipped);
     role.peek();
     if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);

@@ -48,7 +48,6 @@ struct MathRole {
 
   const FwdSmem<Config>& smem;
   int warpgroup;
-  int lane;
   RingPosition<Traits::kNumStages> k_read{0}, v_read{0};
   RingPosition<Traits::kQueryStages> q_read{0};
   bool k_ready = false, v_ready = false;  // whether the stage to be read next was seen full
@@ -85,10 +84,6 @@ struct MathRole {
   __device__ __forceinline__ void wait_values() const {
     if (!v_ready) ptx::mbarrier_wait(smem.v_full(v_read.stage), v_read.parity);
   }
-  // This warp is done with what the barrier guards.
-  __device__ __forceinline__ void release(uint32_t empty_barrier) const {
-    if (lane == 0) ptx::mbarrier_arrive(empty_barrier);
-  }
   __device__ __forceinline__ void take_turn() const {
     if constexpr (Traits::kPingPong) ptx::named_barrier_sync(kFirstTurn + warpgroup, kTurnThreads);
   }
@@ -103,7 +98,7 @@ struct MathRole {
 #pragma unroll 1
     for (; blocks > 0; --blocks) {
       ptx::mbarrier_wait(smem.k_full(k_read.stage), k_read.parity);
-      release(smem.k_empty(k_read.stage));
+      ptx::mbarrier_arrive(smem.k_empty(k_read.stage));
       k_read.advance();
       k_ready = false;
     }
@@ -114,7 +109,7 @@ struct MathRole {
       take_turn();
       pass_turn();
       ptx::mbarrier_wait(smem.v_full(v_read.stage), v_read.parity);
-      release(smem.v_empty(v_read.stage));
+      ptx::mbarrier_arrive(smem.v_empty(v_read.stage));
       v_read.advance();
       v_ready = false;
     }

@@ -67,7 +67,7 @@ __device__ __forceinline__ void sliced_tile(const typename FwdTraits<Config>::Pa
   const auto softmax_step = [&](int block, float descale) {
     ptx::wgmma_wait<0>();
     ptx::pin(acc_s);
-    role.release(smem.k_empty(role.k_read.stage));
+    ptx::mbarrier_arrive(smem.k_empty(role.k_read.stage));
     role.k_read.advance();
     tile.mask<SoftmaxOf<Config>>(p, acc_s, block, Traits::kBlockKv);
     const bool grew = softmax.update(acc_s, descale, alpha);
@@ -104,7 +104,7 @@ __device__ __forceinline__ void sliced_tile(const typename FwdTraits<Config>::Pa
     take_slice(narrower, 84);
     ptx::wgmma_wait<0>();
     take_slice(wide, 100);
-    role.release(smem.v_empty(role.v_read.stage));
+    ptx::mbarrier_arrive(smem.v_empty(role.v_read.stage));
     role.v_read.advance();
 
     if (++block == tile.blocks) break;

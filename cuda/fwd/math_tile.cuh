@@ -80,10 +80,7 @@ __device__ __forceinline__ void finish_tile(const typename FwdTraits<Config>::Pa
   }
   Epilogue<Config>::store_rows(p, smem, q_stage, output, first_row,
                                smem.staging(role.warpgroup * 4 + me.warp), acc_o, inverse);
-  if constexpr (Traits::kQueryStages > 1) {
-    __syncwarp();
-    role.release(smem.q_empty(q_stage));
-  }
+  if constexpr (Traits::kQueryStages > 1) ptx::mbarrier_arrive(smem.q_empty(q_stage));
 }
 
 // A tile of which no row of this warpgroup sees a key: its blocks go back unread, and rows that
@@ -98,8 +95,7 @@ __device__ __forceinline__ void pass_over(const FwdShape& shape, MathRole<Config
   }
   const Tile output = role.tile_at(tile.q_stage);
   Epilogue<Config>::store_empty_rows(shape, output, warp_row(role, output));
-  __syncwarp();
-  role.release(role.smem.q_empty(tile.q_stage));
+  ptx::mbarrier_arrive(role.smem.q_empty(tile.q_stage));
 }
 
 }  // namespace jax_fa3

@@ -27,7 +27,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_bytes(uint32_t barrier, u
                : "memory");
 }
 
-// mbarrier.arrive: one elected lane of a warp says that the warp is done with a buffer.
+// mbarrier.arrive: an arrival of each lane that calls it, which orders that lane's own accesses before
+// what follows the wait. So every lane that has used a buffer arrives for itself; a warp's 32 arrivals
+// take no longer than one.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

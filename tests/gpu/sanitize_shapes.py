@@ -3,7 +3,8 @@
 compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/sanitize_shapes.py
 
 Plain Python and little else on the device: inputs and the float64 check are NumPy. Sizes end inside
-tiles, queries outnumber keys or the other way round, key heads are shared. --dry-run runs the XLA
+tiles, queries outnumber keys or the other way round, key heads are shared, CTAs go once more round
+their rings of tiles. --dry-run runs the XLA
 path instead, on any device.
 """
 
@@ -39,12 +40,14 @@ class Call(NamedTuple):
     seqlen_k: int
     stored: str
     options: dict[str, Any]
+    batch: int = 2
 
 
 def fp8(**fields: Any) -> dict[str, Any]:
     return {"precision": "fp8", "quantization": Quantization(**fields)}
 
 
+MANY = 140  # times 4 heads: more than three tiles for each of the 132 CTAs of an H100
 NATIVE = {"precision": "native"}
 CAUSAL = {"is_causal": True}
 TOP_LEFT = {"is_causal": True, "causal_alignment": "top_left"}
@@ -64,6 +67,8 @@ CALLS = (
     Call("native causal", 333, 517, "bf16", {**NATIVE, **CAUSAL}),
     Call("native f16 top left", 205, 131, "f16", {**NATIVE, **TOP_LEFT}),
     Call("one key", 5, 1, "bf16", fp8()),
+    Call("exact many tiles", 21, 150, "bf16", {**fp8(), **CAUSAL}, MANY),
+    Call("native many tiles", 21, 150, "bf16", {**NATIVE, **CAUSAL}, MANY),
 )
 GRADIENTS = (
     Call("native", 37, 53, "bf16", NATIVE),
@@ -71,13 +76,13 @@ GRADIENTS = (
     Call("native f16 causal more queries", 205, 131, "f16", {**NATIVE, **CAUSAL}),
     Call("exact causal", 133, 197, "bf16", {**fp8(), **CAUSAL}),
 )
-BATCH, HEADS_Q, HEADS_KV = 2, 4, 2
+HEADS_Q, HEADS_KV = 4, 2
 
 
 def run(call: Call, head_dim: int, implementation: str) -> float:
     """Relative L2 error of one call against float64."""
     problem = accuracy.Problem(
-        call.seqlen_q, call.seqlen_k, HEADS_Q, HEADS_KV, head_dim, batch=BATCH
+        call.seqlen_q, call.seqlen_k, HEADS_Q, HEADS_KV, head_dim, batch=call.batch
     )
     wide = "f16" if call.stored == "f16" else "bf16"
     arrays = dict(zip(("query", "key", "value"), accuracy.draw(problem, dtype=wide), strict=True))
@@ -118,7 +123,7 @@ def run(call: Call, head_dim: int, implementation: str) -> float:
 def run_gradient(call: Call, head_dim: int, implementation: str) -> float:
     """Largest relative L2 error of the three gradients of one call against float64."""
     problem = accuracy.Problem(
-        call.seqlen_q, call.seqlen_k, HEADS_Q, HEADS_KV, head_dim, batch=BATCH
+        call.seqlen_q, call.seqlen_k, HEADS_Q, HEADS_KV, head_dim, batch=call.batch
     )
     arrays = accuracy.draw(problem, dtype=call.stored)
     dout = np.flip(arrays[0], axis=1)
