@@ -17,14 +17,6 @@
 
 namespace jax_fa3 {
 
-template <bool kIsBf16>
-__device__ __forceinline__ float2 unpack_16bit(uint32_t pair) {
-  if constexpr (kIsBf16)
-    return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair));
-  else
-    return __half22float2(*reinterpret_cast<__half2*>(&pair));
-}
-
 // The number of a row; in four words as three bfloat16 that sum to it, where infinity becomes a large
 // number, since the product multiplies by 0 too.
 template <int kWords>
@@ -64,8 +56,8 @@ __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ B
     const uint32_t as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 x = unpack_16bit<Traits::kIsBf16>(as[i]),
-                   y = unpack_16bit<Traits::kIsBf16>(bs[i]);
+      const float2 x = ptx::unpack_16bit<Traits::kIsBf16>(as[i]),
+                   y = ptx::unpack_16bit<Traits::kIsBf16>(bs[i]);
       delta = fmaf(-x.x, y.x, fmaf(-x.y, y.y, delta));
     }
     const int64_t statistic = head * p.seqlen_q + row;
@@ -119,8 +111,8 @@ __global__ void __launch_bounds__(128) bwd_queries_kernel(const __grid_constant_
             static_cast<const char*>(p.q) + offset + (g + 8 * r) * row_stride + chunk * 128 + t * 4;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const float2 pair =
-              unpack_16bit<Traits::kIsBf16>(__ldg(reinterpret_cast<const uint32_t*>(q + i * 16)));
+          const float2 pair = ptx::unpack_16bit<Traits::kIsBf16>(
+              __ldg(reinterpret_cast<const uint32_t*>(q + i * 16)));
           scale_grad =
               fmaf(pair.x, acc[4 * i + 2 * r], fmaf(pair.y, acc[4 * i + 2 * r + 1], scale_grad));
         }

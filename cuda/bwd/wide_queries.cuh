@@ -242,7 +242,7 @@ __device__ __forceinline__ void bwd_wide_queries_math(const BwdParams& p,
       const int piece = i / 2, r = i % 2;  // 8 columns; row + 8r
       const uint32_t pair = __float_as_uint(ptx::load_shared_f32(
           own + piece / 8 * Traits::kChunkBytes + r * 1024 + (piece % 8 ^ lane / 4) * 16));
-      const float2 q = unpack_16bit<Traits::kIsBf16>(pair);
+      const float2 q = ptx::unpack_16bit<Traits::kIsBf16>(pair);
       scale_grad = fmaf(q.x, acc_dq[2 * i], fmaf(q.y, acc_dq[2 * i + 1], scale_grad));
     }
 #pragma unroll

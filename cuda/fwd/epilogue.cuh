@@ -12,18 +12,23 @@ template <class Config>
 struct Epilogue {
   using Traits = FwdTraits<Config>;
   static constexpr int kHeadDim = Traits::kHeadDim;
+  static constexpr bool kIsF16 = std::is_same_v<typename Traits::Element, ptx::F16>;
 
   // acc_o[4j + {0, 1}]: columns 8j + 2t, +1 of row g; acc_o[4j + {2, 3}]: of row g + 8 (g = lane /
   // 4, t = lane % 4). `inverse[r]` multiplies row g + 8r and is 0 for a row that saw no key. FP8
   // then applies v_descale and v_mean, which lie in shared memory with the tile's q stage.
   // The staging holds 64 columns: rows of 128 bytes, their 16-byte pieces swizzled.
+  // Returns at 16 bits whether this lane's numbers are all finite.
   template <int kCount>
-  __device__ __forceinline__ static void store_rows(const FwdShape& shape,
+  __device__ __forceinline__ static bool store_rows(const FwdShape& shape,
                                                     const FwdSmem<Config>& smem, int q_stage,
                                                     const Tile& tile, int first_row,
                                                     uint32_t staging, const float (&acc_o)[kCount],
                                                     const float (&inverse)[2]) {
     const int lane = ptx::opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
+    // 16-bit kernels write what they read.
+    const bool is_f16 = Traits::kIsFp8 ? shape.out_is_f16 : kIsF16;
+    uint32_t zeros[2] = {0, 0};  // 0 times every number
 #pragma unroll
     for (int first = 0; first < kHeadDim; first += 64) {
 #pragma unroll
@@ -44,7 +49,10 @@ struct Epilogue {
             x = fmaf(x, scale.x, mean.x * present);
             y = fmaf(y, scale.y, mean.y * present);
           }
-          const uint32_t packed = shape.out_is_f16 ? ptx::pack_f16x2(x, y) : ptx::pack_bf16x2(x, y);
+          const uint32_t packed = is_f16 ? ptx::pack_f16x2(x, y) : ptx::pack_bf16x2(x, y);
+          if constexpr (!Traits::kIsFp8)
+            zeros[r] =
+                kIsF16 ? ptx::fma_f16x2(packed, 0, zeros[r]) : ptx::fma_bf16x2(packed, 0, zeros[r]);
           ptx::store_shared(staging + (g + 8 * r) * 128 + (piece ^ g) * 16 + 4 * t, packed);
         }
       }
@@ -60,6 +68,7 @@ struct Epilogue {
       }
       __syncwarp();  // the staging may be written again
     }
+    return ((zeros[0] | zeros[1]) & 0x7FFF7FFFu) == 0;
   }
 
   // 16 rows that saw no key.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "hidden_values.cuh"
 #include "math_role.cuh"
 
 namespace jax_fa3 {
@@ -78,9 +79,18 @@ __device__ __forceinline__ void finish_tile(const typename FwdTraits<Config>::Pa
                                         row_sum[r] == 0.0f ? -INFINITY : logsumexp);
     }
   }
-  Epilogue<Config>::store_rows(p, smem, q_stage, output, first_row,
-                               smem.staging(role.warpgroup * 4 + me.warp), acc_o, inverse);
+  const bool is_finite =
+      Epilogue<Config>::store_rows(p, smem, q_stage, output, first_row,
+                                   smem.staging(role.warpgroup * 4 + me.warp), acc_o, inverse);
   if constexpr (Traits::kQueryStages > 1) ptx::mbarrier_arrive(smem.q_empty(q_stage));
+  if constexpr (!kIsFp8) {
+    if (p.is_causal && __any_sync(0xFFFFFFFFu, !is_finite && first_row < p.seqlen_q)) {
+      const int warpgroup_end = min(first_row - static_cast<int>(me.warp * 16) + kSlab, p.seqlen_q);
+      const int blocks = p.key_range().num_blocks(warpgroup_end - 1, Traits::kBlockKv);
+      HiddenValues<Config>{p, output, static_cast<int>(me.lane)}.repair(first_row,
+                                                                        blocks * Traits::kBlockKv);
+    }
+  }
 }
 
 // A tile of which no row of this warpgroup sees a key: its blocks go back unread, and rows that

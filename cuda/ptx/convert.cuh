@@ -1,6 +1,9 @@
 // Half-precision arithmetic, exponentials and conversions, one instruction each.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 namespace jax_fa3::ptx {
@@ -41,6 +44,11 @@ __device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
 __device__ __forceinline__ uint32_t fma_relu_f16x2(uint32_t a, uint32_t b,
                                                    uint32_t c) {  // NaN stays NaN
   uint32_t d;
@@ -71,6 +79,14 @@ __device__ __forceinline__ float high_f16_to_f32(uint32_t a) {
   float d;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(d) : "r"(a));
   return d;
+}
+
+template <bool kIsBf16>
+__device__ __forceinline__ float2 unpack_16bit(uint32_t pair) {
+  if constexpr (kIsBf16)
+    return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&pair));
+  else
+    return __half22float2(*reinterpret_cast<__half2*>(&pair));
 }
 
 // ---- e4m3, four values in one register ----------------------------------------------------------
