@@ -14,7 +14,7 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
                ffi::AnyBuffer out, F32 logsumexp, ffi::AnyBuffer dout, F32 dlogsumexp,
                F32 softmax_scale, AnyResult dq, AnyResult dk, AnyResult dv, F32Result scale_grads,
                F32Result row_lse, F32Result row_delta, F32Result dq_acc, bool is_causal,
-               bool bottom_right, bool wants_scale_grads) {
+               bool bottom_right, bool wants_scale_grads, bool deterministic) {
   Checker check("jax_fa3_bwd");
   const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
@@ -35,7 +35,8 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   const int64_t row_words = bwd_row_words(static_cast<int>(head_dim));
   check.shape("row_lse", *row_lse, {batch, num_heads_q, rows, row_words});
   check.shape("row_delta", *row_delta, {batch, num_heads_q, rows, row_words});
-  check.shape("dq_acc", *dq_acc, {batch, num_heads_q, head_dim == 256 ? 0 : rows, head_dim});
+  const int64_t sum_rows = deterministic || head_dim == 256 ? 0 : rows;
+  check.shape("dq_acc", *dq_acc, {batch, num_heads_q, sum_rows, head_dim});
   const ElementKind element = check.kind("q", q.element_type(), false, true);
   check.same_type("k", k.element_type(), "q", q.element_type());
   check.same_type("v", v.element_type(), "q", q.element_type());
@@ -51,6 +52,7 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   params.is_causal = is_causal;
   params.bottom_right = bottom_right;
   params.wants_scale_grads = wants_scale_grads;
+  params.deterministic = deterministic;
   params.q = q.untyped_data();
   params.k = k.untyped_data();
   params.v = v.untyped_data();
@@ -88,10 +90,11 @@ XLA_FFI_DEFINE_HANDLER(
         .Ret<F32>()             // row_lse        [batch, num_heads_q, rows, 4 or 1]    workspace
         .Ret<F32>()             // row_delta      like row_lse                          workspace
         .Ret<F32>()             // dq_acc         [batch, num_heads_q, rows, head_dim]  workspace,
-                                //                no rows for head_dim 256
+                                //                no rows if deterministic or at head_dim 256
         .Attr<bool>("is_causal")
         .Attr<bool>("bottom_right")
-        .Attr<bool>("wants_scale_grads"),
+        .Attr<bool>("wants_scale_grads")
+        .Attr<bool>("deterministic"),
     {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

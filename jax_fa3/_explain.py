@@ -133,7 +133,7 @@ def _notes(
     given: Iterable[str],
     implementation: str | None,
 ) -> tuple[str, ...]:
-    reason = _grad.unserved_reason(config, dims.head_dim, dims.head_dim_v, dtypes.values(), given)
+    reason = _grad.unserved_reason(dims.head_dim, dims.head_dim_v, dtypes.values(), given)
     notes = [f"the backward pass runs CUDA ({_ffi.TARGET_BWD})"]
     if reason is not None:
         notes = [f"the backward pass recomputes on the XLA path: {reason}"]

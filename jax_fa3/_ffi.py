@@ -286,6 +286,7 @@ def bwd(
     is_causal: bool,
     bottom_right: bool,
     wants_scale: bool,
+    deterministic: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients of 16-bit attention.
 
@@ -294,13 +295,15 @@ def bwd(
       logsumexp, dlogsumexp: f32 [batch, num_heads_q, seqlen_q], natural log.
       softmax_scale: f32 [].
       wants_scale: whether the gradient of softmax_scale is wanted.
+      deterministic: add up dquery in a fixed order.
     Returns: dquery, dkey, dvalue, and f32 [batch] parts of the gradient of softmax_scale (zeros
       where it is not wanted).
     """
     batch, seqlen_q, num_heads_q, head_dim = query.shape
     rows = _round_up(seqlen_q, _PAD_BWD)
-    # The kernels of head_dim 256 add up dquery in registers, and take one word for a row's number.
-    sum_rows, row_words = (0, 1) if head_dim == 256 else (rows, 4)
+    # In a fixed order, as always at head_dim 256, dquery is added up in registers, else in memory.
+    sum_rows = 0 if deterministic or head_dim == 256 else rows
+    row_words = 1 if head_dim == 256 else 4  # for a row's number
     dquery, dkey, dvalue, scale_grads, *_ = _call(
         TARGET_BWD,
         [
@@ -316,6 +319,7 @@ def bwd(
         is_causal=bool(is_causal),
         bottom_right=bool(bottom_right),
         wants_scale_grads=bool(wants_scale),
+        deterministic=bool(deterministic),
     )
     return dquery, dkey, dvalue, jnp.sum(scale_grads, axis=(1, 2))
 

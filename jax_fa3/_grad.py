@@ -19,10 +19,9 @@ import numpy as np
 from jax_fa3 import _compat, _ffi, _fp8_grad, _fp8_model, _local, _reference, _shapes
 from jax_fa3._local import Call
 from jax_fa3._merge import cotangents_of_part
-from jax_fa3._shapes import Config, Operands
+from jax_fa3._shapes import Operands
 
 SERVED_HEAD_DIMS = (64, 128, 256)
-REPEATABLE_HEAD_DIMS = (256,)  # where the kernels add up dquery in a fixed order
 _LN_2 = np.float32(math.log(2))
 
 
@@ -43,7 +42,7 @@ Arrays = dict[str, jax.Array]
 
 
 def unserved_reason(
-    config: Config, head_dim: int, head_dim_v: int, dtypes: Iterable[Any], given: Iterable[str]
+    head_dim: int, head_dim_v: int, dtypes: Iterable[Any], given: Iterable[str]
 ) -> str | None:
     """Why the backward kernels do not serve a request whose forward a kernel serves, or None.
 
@@ -53,8 +52,6 @@ def unserved_reason(
         return f"head_dim must be one of {', '.join(map(str, SERVED_HEAD_DIMS))} there"
     if set(given) - {"softmax_scale"} or any(np.dtype(x) in _shapes.FLOAT8_DTYPES for x in dtypes):
         return "float8 inputs have no gradient there"
-    if config.deterministic and head_dim not in REPEATABLE_HEAD_DIMS:
-        return "deterministic=True asks for a fixed order of additions, as only head_dim 256 has it"
     return None
 
 
@@ -64,7 +61,6 @@ def backward(operands: Operands, results: Results, call: Call) -> Arrays:
     arrays = _local.present(operands)
     main = (operands.query, operands.key, operands.value)
     reason = unserved_reason(
-        call.config,
         operands.query.shape[-1],
         operands.value.shape[-1],
         [x.dtype for x in main],
@@ -189,6 +185,7 @@ def _native(
         is_causal=call.config.is_causal,
         bottom_right=call.config.causal_alignment == "bottom_right",
         wants_scale=not call.constant_scale,
+        deterministic=call.config.deterministic,
     )
 
 
@@ -217,6 +214,7 @@ def _fp8(
         results,
         is_causal=config.is_causal,
         bottom_right=config.causal_alignment == "bottom_right",
+        deterministic=config.deterministic,
     )
     mean = _fp8_model.key_mean(key) if config.quantization.smooth_key else None
     row_sums = jnp.where(jnp.isfinite(results.logsumexp), results.dlogsumexp, 0.0)
@@ -255,6 +253,7 @@ def by_quantised(
     *,
     is_causal: bool,
     bottom_right: bool,
+    deterministic: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of what `_ffi.dequantize_operands` returned; shift f32 [batch, num_heads_q,
     seqlen_q] is each row's q_shift."""
@@ -270,5 +269,6 @@ def by_quantised(
         is_causal=is_causal,
         bottom_right=bottom_right,
         wants_scale=False,
+        deterministic=deterministic,
     )
     return dquery, dkey, dvalue

@@ -139,6 +139,7 @@ def backward(
             results,
             is_causal=is_causal,
             bottom_right=False,
+            deterministic=form.config.deterministic,
         )
         return tuple(x.astype(jnp.float32) for x in grads)
 
@@ -159,7 +160,7 @@ def backward(
         return dquery, dkey, dvalue
 
     dims = images.k_image.shape[-1], images.v_descale.shape[-1]
-    unserved = _grad.unserved_reason(form.config, *dims, (), ())
+    unserved = _grad.unserved_reason(*dims, (), ())
     return _choose(form, kernel if unserved is None else model, model)(*images, *rest)
 
 

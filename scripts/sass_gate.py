@@ -83,22 +83,22 @@ RULES = (
     ),
     Rule(
         family="backward",
-        pattern=r"bwd_kernel",
+        pattern=r"bwd_kernel.*Lb0E",
         at_least=4,
         required=(("HGMMA",), LOADS, ("USETMAXREG",), ("MUFU.EX2",), ("UBLKRED",), ("STSM",)),
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
     ),
     Rule(
-        family="backward wide",  # promises a fixed order of additions
-        pattern=r"bwd_wide_(keys|queries)_kernel",
-        at_least=4,
+        family="backward in order",  # promises a fixed order of additions
+        pattern=r"bwd_(kernel.*Lb1E|wide_keys_kernel|dq_kernel)",
+        at_least=12,
         required=(("HGMMA",), LOADS, ("USETMAXREG",), ("MUFU.EX2",)),
         forbidden=(*SPILLS, *OLD_MMA, *ATOMICS, "QGMMA"),
     ),
     Rule(
         family="backward rows",  # what runs before and after it
         pattern=r"bwd_(rows|queries)_kernel",
-        at_least=10,
+        at_least=14,
         required=(),
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA", "HGMMA"),
     ),

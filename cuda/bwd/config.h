@@ -17,28 +17,34 @@ namespace jax_fa3 {
 //   kQStages, kDoStages  depth of the rings of Q and dO
 //   kScoreGradBuffers    tiles of dS^T
 //   kApart      a warpgroup of its own makes dQ; V stays in the registers of the math warpgroups
-// A CTA owns 128 keys, 64 for each of its two math warpgroups. Head_dim 256 goes another way: see
-// wide_keys.cuh and wide_queries.cuh.
-template <class ElementType>
+//   kMakesDq    bwd_kernel adds up dQ in memory, in any order; else bwd_dq_kernel makes it
+//   kDqWarpgroups        math warpgroups of bwd_dq_kernel, 64 query rows each
+//   kDqKeyStages, kDqValueStages  depth of its rings of K and V
+// A CTA of bwd_kernel owns 128 keys, 64 for each of its two math warpgroups. Head_dim 256 goes another
+// way, always in a fixed order: see wide_keys.cuh.
+template <class ElementType, bool kIsFixed>
 struct BwdD64 {
   using Element = ElementType;
   static constexpr int kHeadDim = 64, kBlockQ = 64, kQStages = 4, kDoStages = 4;
-  static constexpr int kScoreGradBuffers = 3;
-  static constexpr bool kApart = true;
+  static constexpr int kScoreGradBuffers = kIsFixed ? 0 : 3;
+  static constexpr bool kApart = true, kMakesDq = !kIsFixed;
+  static constexpr int kDqWarpgroups = 3, kDqKeyStages = 4, kDqValueStages = 4;
 };
 
-template <class ElementType>
+template <class ElementType, bool kIsFixed>
 struct BwdD128 {
   using Element = ElementType;
-  static constexpr int kHeadDim = 128, kBlockQ = 64, kQStages = 3, kDoStages = 2;
-  static constexpr int kScoreGradBuffers = 2;
-  static constexpr bool kApart = false;
+  static constexpr int kHeadDim = 128, kBlockQ = 64, kQStages = 3, kDoStages = kIsFixed ? 3 : 2;
+  static constexpr int kScoreGradBuffers = kIsFixed ? 0 : 2;
+  static constexpr bool kApart = false, kMakesDq = !kIsFixed;
+  static constexpr int kDqWarpgroups = 2, kDqKeyStages = 3, kDqValueStages = 3;
 };
 
 template <class ElementType>
 struct BwdD256 {
   using Element = ElementType;
   static constexpr int kHeadDim = 256;
+  static constexpr int kDqWarpgroups = 2, kDqKeyStages = 2, kDqValueStages = 1;
 };
 
 // ---- what follows from a config -----------------------------------------------------------------
@@ -47,19 +53,20 @@ struct BwdTraits {
   using Element = typename Config::Element;
   static constexpr bool kIsBf16 = std::is_same_v<Element, ptx::Bf16>;
   static constexpr int kHeadDim = Config::kHeadDim;
-  static constexpr bool kSumsInMemory = true;  // dQ is added up in dq_acc
+  static constexpr bool kMakesDq = Config::kMakesDq;
   static constexpr int kBlockQ = Config::kBlockQ;
   static constexpr int kQStages = Config::kQStages, kDoStages = Config::kDoStages;
   static constexpr int kScoreGradBuffers = Config::kScoreGradBuffers;
   static constexpr bool kApart = Config::kApart;
+  static constexpr bool kDqRole = kApart && kMakesDq;
   static constexpr int kMathWarpgroups = 2;
   static constexpr int kMathWarps = 4 * kMathWarpgroups;
   static constexpr int kMathThreads = 32 * kMathWarps;
   static constexpr int kBlockKv = 64 * kMathWarpgroups;
-  static constexpr int kThreads = (kMathWarpgroups + 1 + kApart) * 128;
-  static constexpr int kLoadRegisters = 24, kMathRegisters = kApart ? 208 : 240;
-  static constexpr int kQueryGradRegisters = 72;  // kApart
-  static constexpr int kStagingWarps = kApart ? 4 : kMathWarps;
+  static constexpr int kThreads = (kMathWarpgroups + 1 + kDqRole) * 128;
+  static constexpr int kLoadRegisters = 24, kMathRegisters = kDqRole ? 208 : 240;
+  static constexpr int kQueryGradRegisters = 72;  // kDqRole
+  static constexpr int kStagingWarps = kApart ? 4 * kDqRole : kMathWarps;
 
   static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
   static constexpr int kQueryChunkBytes = kBlockQ * 128;
@@ -76,34 +83,53 @@ struct BwdTraits {
                 "the Q ring has 2 to 4 stages, the dO ring 1 to 4");
 };
 
-// Head_dim 256: every operand is cut into tiles of 64 rows and all columns.
+// Head_dim 256: a CTA of bwd_wide_keys_kernel owns 64 keys.
 template <class ElementType>
 struct BwdTraits<BwdD256<ElementType>> {
   using Element = ElementType;
   static constexpr bool kIsBf16 = std::is_same_v<Element, ptx::Bf16>;
   static constexpr int kHeadDim = 256;
-  static constexpr bool kSumsInMemory = false;
-  static constexpr int kBlockQ = 64, kBlockKv = 64;  // of the kernel for dK and dV
-  static constexpr int kQueryTiles = 2;              // of a CTA of the kernel for dQ
+  static constexpr bool kMakesDq = false, kDqRole = false;
+  static constexpr int kBlockQ = 64, kBlockKv = 64, kQStages = 2, kDoStages = 2;
   static constexpr int kMathWarpgroups = 2;
   static constexpr int kMathWarps = 4 * kMathWarpgroups;
   static constexpr int kMathThreads = 32 * kMathWarps;
   static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
   static constexpr int kLoadRegisters = 24, kMathRegisters = 240;
+  static constexpr int kStagingWarps = 0;
+
+  static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
+  static constexpr int kQueryChunkBytes = 64 * 128, kKeyChunkBytes = 64 * 128;
+  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+  static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;
+  static constexpr int kRowBytes = kBlockQ * 4 * bwd_row_words(kHeadDim);  // a step's row numbers
+  static constexpr int kScoreGradBuffers = 2, kScoreGradBytes = 64 * 64 * 4;  // P instead, in f32
+};
+
+// The kernel that makes dQ alone: every operand is cut into tiles of 64 rows and all columns.
+template <class Config>
+struct BwdDqTraits {
+  using Element = typename Config::Element;
+  static constexpr bool kIsBf16 = std::is_same_v<Element, ptx::Bf16>;
+  static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kMathWarpgroups = Config::kDqWarpgroups, kMathWarps = 4 * kMathWarpgroups;
+  static constexpr int kMathThreads = 32 * kMathWarps;
+  static constexpr int kBlockQ = 64 * kMathWarpgroups, kBlockKv = 64;
+  static constexpr int kKeyStages = Config::kDqKeyStages, kValueStages = Config::kDqValueStages;
+  // Operands that stay for the whole tile: in registers where these suffice.
+  static constexpr bool kQueriesInRegisters = kHeadDim == 128,
+                        kOutGradsInRegisters = kHeadDim <= 128;
+  static constexpr bool kScoresFirst = kValueStages > 1;  // else dQ, which frees a stage
+  static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
+  static constexpr int kLoadRegisters = 24, kMathRegisters = kMathWarpgroups == 2 ? 240 : 160;
 
   static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
   static constexpr int kChunkBytes = 64 * 128;
   static constexpr int kTileBytes = kChunks * kChunkBytes;
-  static constexpr int kRowBytes = 64 * 4 * bwd_row_words(kHeadDim);  // a tile's row numbers
-
-  static_assert(kBwdRowPad % (64 * kQueryTiles) == 0, "the workspaces hold whole q tiles");
 };
 
-// Starts the kernels of one config: launch.cuh defines it for head_dim 64 and 128, wide_launch.cuh
-// the other one for 256; instantiations/ compiles them.
+// Starts the kernels of one config: launch.cuh defines it, instantiations/ compiles it.
 template <class Config>
 cudaError_t launch_bwd(BwdParams params, cudaStream_t stream);
-template <class Config>
-cudaError_t launch_bwd_wide(BwdParams params, cudaStream_t stream);
 
 }  // namespace jax_fa3

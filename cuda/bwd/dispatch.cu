@@ -9,11 +9,13 @@ template <class Element>
 cudaError_t launch_element(const BwdParams& params, int head_dim, cudaStream_t stream) {
   switch (head_dim) {
     case 64:
-      return launch_bwd<BwdD64<Element>>(params, stream);
+      return params.deterministic ? launch_bwd<BwdD64<Element, true>>(params, stream)
+                                  : launch_bwd<BwdD64<Element, false>>(params, stream);
     case 128:
-      return launch_bwd<BwdD128<Element>>(params, stream);
+      return params.deterministic ? launch_bwd<BwdD128<Element, true>>(params, stream)
+                                  : launch_bwd<BwdD128<Element, false>>(params, stream);
     case 256:
-      return launch_bwd_wide<BwdD256<Element>>(params, stream);
+      return launch_bwd<BwdD256<Element>>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }

@@ -1,11 +1,12 @@
 // bwd_kernel: the main kernel of the attention backward. A CTA owns 128 keys of one kv head and
 // walks over the query blocks that see them, for every query head of the group; dK and dV stay in
 // registers to the end, dQ is added up in global memory. rows.cuh holds the kernels before and
-// after it.
+// after it. Without kMakesDq dQ is left to bwd_dq_kernel.
 //
 // Roles      warpgroup 0 = load: one thread issues every copy. The last two = math: 64 keys each.
 //            kApart: warpgroup 1 = dQ, and the math warpgroups run free of one another. Else the math
 //            warpgroups make dQ too, a 64 x 64 piece of every step each, from all 128 keys.
+//            Without kMakesDq there is no warpgroup for dQ, and the math warpgroups run free.
 // Smem       k | v | q[q stages] | dout[dout stages] | dS^T[buffers] | 4 KiB of staging per warp that
 //            makes dQ | ones | row_lse[q stages] | row_delta[dout stages] | barriers
 // mbarriers  name         arrivals          waiter   meaning
@@ -15,10 +16,10 @@
 //            q_empty[s]   math threads      load     S and dK of the step are done
 //            do_full[s]   1 + bytes         math     dout stage s and its row_delta have landed
 //            do_empty[s]  math threads      load     dP and dV of the step are done
-//            ds_full[b]   math threads      dQ       kApart: dS^T of a step is written
-//            ds_empty[b]  dQ threads        math     kApart: dQ of the step is done
-// Named      1 (256 threads), without kApart: both math warpgroups have written their half of dS^T.
-//            Id 0 is __syncthreads.
+//            ds_full[b]   math threads      dQ       kDqRole: dS^T of a step is written
+//            ds_empty[b]  dQ threads        math     kDqRole: dQ of the step is done
+// Named      1 (256 threads), kMakesDq without kApart: both math warpgroups have written their half
+//            of dS^T. Id 0 is __syncthreads.
 // Order      one step, query block i; scores are transposed, keys down and queries across. S starts as
 //            ones * row_lse and dP as ones * row_delta, products that add the three bfloat16 of a row.
 //   kApart   issue S = Q K^T;  issue dP = V dO^T, V in registers;  issue dV += P dO and dK += dS^T Q of
@@ -29,6 +30,7 @@
 //            P = exp2(S scaled), masked;  wait for dQ_{i-1}, stage it;  issue dP;  wait for dK_{i-1},
 //            release q;  issue dV += P dO_i;  add dQ_{i-1} to global memory;  wait for dP;
 //            dS = P dP;  write dS^T;  wait for dV, release dout
+//   Without kMakesDq the steps are the same, less dQ and the way of dS^T to shared memory.
 // Numerics   P and dS are rounded to 16 bits for the products, everything else is f32.
 #pragma once
 
@@ -52,42 +54,27 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
                          make_int4(one ? 0x3f803f80 : 0, one ? 0x00003f80 : 0, 0, 0));
     ptx::fence_async_proxy();
   }
-  if (threadIdx.x == 0) {
-    ptx::mbarrier_init(smem.k_full(), 1);
-    ptx::mbarrier_init(smem.v_full(), 1);
-    for (int stage = 0; stage < Traits::kQStages; ++stage) {
-      ptx::mbarrier_init(smem.q_full(stage), 1);
-      ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathThreads);
-    }
-    for (int stage = 0; stage < Traits::kDoStages; ++stage) {
-      ptx::mbarrier_init(smem.do_full(stage), 1);
-      ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathThreads);
-    }
-    if constexpr (Traits::kApart) {
-      for (int buffer = 0; buffer < Traits::kScoreGradBuffers; ++buffer) {
-        ptx::mbarrier_init(smem.ds_full(buffer), Traits::kMathThreads);
-        ptx::mbarrier_init(smem.ds_empty(buffer), Traits::kStagingWarps * 32);
-      }
-    }
-    ptx::mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) bwd_init_barriers(smem);
   __syncthreads();
 
   if (warpgroup == 0) {
     ptx::release_registers<Traits::kLoadRegisters>();
     if (threadIdx.x == 0) bwd_load_loop<Config>(p, smem);
-  } else if constexpr (Traits::kApart) {
+    return;
+  }
+  if constexpr (Traits::kDqRole) {
     if (warpgroup == 1) {
       ptx::release_registers<Traits::kQueryGradRegisters>();
       bwd_query_grads_loop<Config>(p, smem);
-    } else {
-      ptx::take_registers<Traits::kMathRegisters>();
-      bwd_math_apart_loop<Config>(p, smem, warpgroup - 2);
+      return;
     }
-  } else {
-    ptx::take_registers<Traits::kMathRegisters>();
-    bwd_math_loop<Config>(p, smem, warpgroup - 1);
   }
+  ptx::take_registers<Traits::kMathRegisters>();
+  const int math_warpgroup = warpgroup - 1 - Traits::kDqRole;
+  if constexpr (Traits::kApart)
+    bwd_math_apart_loop<Config>(p, smem, math_warpgroup);
+  else
+    bwd_math_loop<Config>(p, smem, math_warpgroup);
 }
 
 }  // namespace jax_fa3

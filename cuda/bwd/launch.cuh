@@ -5,52 +5,93 @@
 
 #include "../common/device.h"
 #include "../common/tensor_map.h"
+#include "dq_kernel.cuh"
 #include "kernel.cuh"
 #include "rows.cuh"
+#include "wide_keys.cuh"
 
 namespace jax_fa3 {
 
-// Key blocks in order, which are the longest first under a causal mask. The heads of a section share
-// the L2 cache: their queries, dO and dQ are read again for every key block.
-template <class Config>
-TileOrder bwd_order(const BwdParams& p) {
-  using Traits = BwdTraits<Config>;
+// Tensor maps whose boxes have as many rows as the tiles of a kernel.
+template <class Traits>
+cudaError_t encode_maps(BwdParams* params, int key_rows) {
+  const auto encode = [&](CUtensorMap* map, const void* tensor, bool is_query) {
+    return encode_heads_map(map, tensor, Traits::kIsBf16, params->batch,
+                            is_query ? params->seqlen_q : params->seqlen_k,
+                            is_query ? params->num_heads_q : params->num_heads_kv, Traits::kHeadDim,
+                            is_query ? kPieceRows : key_rows);
+  };
+  cudaError_t status = encode(&params->q_map, params->q, true);
+  if (status == cudaSuccess) status = encode(&params->dout_map, params->dout, true);
+  if (status == cudaSuccess) status = encode(&params->k_map, params->k, false);
+  if (status == cudaSuccess) status = encode(&params->v_map, params->v, false);
+  return status;
+}
+
+// Blocks of `block` positions of `heads` heads. Under a causal mask the longest come first, which are
+// the last ones for queries; and the heads of a section share the L2 cache: `shared_bytes` are read
+// again for every block, by a group of heads.
+inline TileOrder bwd_order(const BwdParams& p, int seqlen, int block, int heads, int group,
+                           int64_t shared_bytes, bool last_first) {
   constexpr int64_t kCacheBytes = 25 << 20;
-  const int64_t group = p.num_heads_q / p.num_heads_kv;
-  const int64_t head_bytes = group * p.seqlen_q * Traits::kHeadDim * (2 + 2 + 4);
-  const int blocks = (p.seqlen_k + Traits::kBlockKv - 1) / Traits::kBlockKv;
-  const int heads =
-      p.is_causal ? section_heads(p.batch * p.num_heads_kv, 1, head_bytes, kCacheBytes) : 1;
-  return TileOrder{blocks, p.num_heads_kv, p.batch, heads, false};
+  const int section =
+      p.is_causal ? section_heads(p.batch * heads, group, shared_bytes, kCacheBytes) : group;
+  return TileOrder{(seqlen + block - 1) / block, heads, p.batch, section, last_first};
+}
+
+// Which kernel walks over the queries of a block of keys.
+template <class Config>
+constexpr auto keys_kernel() {
+  if constexpr (BwdTraits<Config>::kHeadDim == 256)
+    return &bwd_wide_keys_kernel<Config>;
+  else
+    return &bwd_kernel<Config>;
+}
+
+template <class Config>
+cudaError_t launch_dq(BwdParams params, cudaStream_t stream) {
+  using Traits = BwdDqTraits<Config>;
+  cudaError_t status = encode_maps<Traits>(&params, Traits::kBlockKv);
+  if (status == cudaSuccess)
+    status = allow_shared_memory<&bwd_dq_kernel<Config>>(BwdDqSmem<Config>::kAllocation);
+  if (status != cudaSuccess) return status;
+  // Every row of the workspaces: each has a part of scale_grads.
+  params.order = bwd_order(params, params.rows(), Traits::kBlockQ, params.num_heads_q,
+                           params.num_heads_q / params.num_heads_kv,
+                           static_cast<int64_t>(params.seqlen_k) * Traits::kHeadDim * (2 + 2),
+                           params.is_causal);
+  bwd_dq_kernel<Config>
+      <<<params.order.num_tiles(), Traits::kThreads, BwdDqSmem<Config>::kAllocation, stream>>>(
+          params);
+  return cudaGetLastError();
 }
 
 template <class Config>
 cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   using Traits = BwdTraits<Config>;
-  const auto encode = [&](CUtensorMap* map, const void* tensor, bool is_query) {
-    return encode_heads_map(map, tensor, Traits::kIsBf16, params.batch,
-                            is_query ? params.seqlen_q : params.seqlen_k,
-                            is_query ? params.num_heads_q : params.num_heads_kv, Traits::kHeadDim,
-                            is_query ? Traits::kBlockQ : Traits::kBlockKv);
-  };
-  cudaError_t status = encode(&params.q_map, params.q, true);
-  if (status == cudaSuccess) status = encode(&params.dout_map, params.dout, true);
-  if (status == cudaSuccess) status = encode(&params.k_map, params.k, false);
-  if (status == cudaSuccess) status = encode(&params.v_map, params.v, false);
-  if (status == cudaSuccess)
-    status = allow_shared_memory<bwd_kernel<Config>>(BwdSmem<Config>::kAllocation);
+  constexpr auto kKernel = keys_kernel<Config>();
+  cudaError_t status = encode_maps<Traits>(&params, Traits::kBlockKv);
+  if (status == cudaSuccess) status = allow_shared_memory<kKernel>(BwdSmem<Config>::kAllocation);
   if (status != cudaSuccess) return status;
 
+  const int64_t group = params.num_heads_q / params.num_heads_kv;
+  const int64_t row_bytes = Traits::kHeadDim * (2 + 2 + 4 * Traits::kMakesDq);
+  params.order = bwd_order(params, params.seqlen_k, Traits::kBlockKv, params.num_heads_kv, 1,
+                           group * params.seqlen_q * row_bytes, false);
   const int64_t rows = static_cast<int64_t>(params.batch) * params.num_heads_q * params.rows();
-  params.order = bwd_order<Config>(params);
   const int64_t k_tiles =
       static_cast<int64_t>(params.order.num_q_blocks) * params.num_heads_kv * params.batch;
   constexpr int kRowsPerBlock = 128 * 8 / Traits::kHeadDim;
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
   bwd_rows_kernel<Config><<<rows / kRowsPerBlock, 128, 0, stream>>>(params);
-  bwd_kernel<Config><<<k_tiles, Traits::kThreads, BwdSmem<Config>::kAllocation, stream>>>(params);
-  bwd_queries_kernel<Config><<<rows / kPieceRows, 128, 0, stream>>>(params);
-  return cudaGetLastError();
+  kKernel<<<k_tiles, Traits::kThreads, BwdSmem<Config>::kAllocation, stream>>>(params);
+  if constexpr (Traits::kMakesDq) {
+    bwd_queries_kernel<Config><<<rows / kPieceRows, 128, 0, stream>>>(params);
+    return cudaGetLastError();
+  } else {
+    const cudaError_t launched = cudaGetLastError();
+    return launched == cudaSuccess ? launch_dq<Config>(params, stream) : launched;
+  }
 }
 
 }  // namespace jax_fa3

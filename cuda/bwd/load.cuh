@@ -48,6 +48,19 @@ struct BwdStep {
   }
 };
 
+// The rows of one head from `position` on, a chunk of 64 columns after the other; as many as a box of
+// `map` has.
+template <class Traits>
+__device__ __forceinline__ void load_tile(uint32_t destination, const CUtensorMap* map,
+                                          int chunk_bytes, int head, int position, int batch,
+                                          uint32_t barrier) {
+#pragma unroll
+  for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+    ptx::copy_box_4d(destination + chunk * chunk_bytes, map, chunk * 64, head, position, batch,
+                     barrier);
+  }
+}
+
 template <class Config>
 __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<Config>& smem) {
   using Traits = BwdTraits<Config>;
@@ -55,11 +68,7 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
   if (walk.num_steps == 0) return;
   const auto boxes = [&](uint32_t destination, const CUtensorMap* map, int chunk_bytes, int head,
                          int position, uint32_t barrier) {
-#pragma unroll
-    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-      ptx::copy_box_4d(destination + chunk * chunk_bytes, map, chunk * 64, head, position,
-                       walk.batch, barrier);
-    }
+    load_tile<Traits>(destination, map, chunk_bytes, head, position, walk.batch, barrier);
   };
   RingPosition<Traits::kQStages> q_write(1);
   RingPosition<Traits::kDoStages> do_write(1);

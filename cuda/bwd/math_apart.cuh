@@ -19,9 +19,9 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
   const BwdWalk<Config> walk(p);
   const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
 
-  float acc_dv[Product::kKeyGrads], acc_dk[Product::kKeyGrads];
+  float acc_dv[Product::kGrads], acc_dk[Product::kGrads];
 #pragma unroll
-  for (int i = 0; i < Product::kKeyGrads; ++i) acc_dv[i] = acc_dk[i] = 0.0f;
+  for (int i = 0; i < Product::kGrads; ++i) acc_dv[i] = acc_dk[i] = 0.0f;
 
   if (walk.num_steps > 0) {
     const float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
@@ -31,19 +31,24 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
     const int full_from = Scores::full_from(p, walk, warpgroup);
 
     uint32_t frag_v[Product::kOperand];
+    [[maybe_unused]] uint32_t frag_k[Product::kOperand];  // where dQ leaves room for it
     uint32_t frag_p[Product::kFrags], frag_ds[Product::kFrags];
     ptx::mbarrier_wait(smem.k_full(), 0);
     ptx::mbarrier_wait(smem.v_full(), 0);
-    Product::load_operand(frag_v, smem.values(), warpgroup);
+    Product::load_operand(frag_v, smem.values() + warpgroup * 64 * 128);
     ptx::pin(frag_v);
+    if constexpr (!Traits::kMakesDq) {
+      Product::load_operand(frag_k, smem.keys() + warpgroup * 64 * 128);
+      ptx::pin(frag_k);
+    }
 
     // dV and dK of step i, whose fragments are ready.
     const auto issue_key_grads = [&](int i) {
       const uint32_t base = base16();
       const uint32_t out_grads = base + Smem::kOutGrads16 + do_stage(i) * Smem::kQueryBytes16;
       const uint32_t queries = base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16;
-      Product::issue_key_grads(acc_dv, frag_p, Product::query_rows_descriptor(out_grads), true);
-      Product::issue_key_grads(acc_dk, frag_ds, Product::query_rows_descriptor(queries), true);
+      Product::issue_grads(acc_dv, frag_p, Product::grads_descriptor(out_grads), true);
+      Product::issue_grads(acc_dk, frag_ds, Product::grads_descriptor(queries), true);
       ptx::wgmma_commit();
     };
 
@@ -58,9 +63,13 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
       Product::issue_rows(
           acc_s, Product::ones_descriptor(base + Smem::kOnes16),
           Product::row_descriptor(base + Smem::kRowLse16 + q_stage(i) * Smem::kRowBytes16));
-      Product::issue_scores(
-          acc_s, Product::key_descriptor(base + Smem::kKeys16, warpgroup),
-          Product::query_descriptor(base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16));
+      const uint64_t queries =
+          Product::scores_descriptor(base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16);
+      if constexpr (Traits::kMakesDq)
+        Product::issue_scores(acc_s, Product::key_descriptor(base + Smem::kKeys16, warpgroup),
+                              queries, true);
+      else
+        Product::issue_scores_rs(acc_s, frag_k, queries, true);
       ptx::wgmma_commit();
       if constexpr (kFirst) {
         ptx::wgmma_wait<0>();
@@ -72,9 +81,9 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
       Product::issue_rows(
           acc_dp, Product::ones_descriptor(base + Smem::kOnes16),
           Product::row_descriptor(base + Smem::kRowDelta16 + do_stage(i) * Smem::kRowBytes16));
-      Product::issue_scores_rs(
-          acc_dp, frag_v,
-          Product::query_descriptor(base + Smem::kOutGrads16 + do_stage(i) * Smem::kQueryBytes16));
+      const uint64_t out_grads =
+          Product::scores_descriptor(base + Smem::kOutGrads16 + do_stage(i) * Smem::kQueryBytes16);
+      Product::issue_scores_rs(acc_dp, frag_v, out_grads, true);
       ptx::wgmma_commit();
       if constexpr (kFirst) {
         ptx::wgmma_wait<1>();  // S
@@ -102,11 +111,13 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
       }
       ptx::pin(frag_ds);
       ptx::pin(frag_p);
-      constexpr int kBuffers = Traits::kScoreGradBuffers;
-      ptx::mbarrier_wait(smem.ds_empty(i % kBuffers), ~(i / kBuffers) & 1);
-      Scores::store_grads(smem.score_grads(i % kBuffers), frag_ds, warpgroup, thread);
-      ptx::fence_async_proxy();
-      ptx::mbarrier_arrive(smem.ds_full(i % kBuffers));
+      if constexpr (Traits::kDqRole) {
+        constexpr int kBuffers = Traits::kScoreGradBuffers;
+        ptx::mbarrier_wait(smem.ds_empty(i % kBuffers), ~(i / kBuffers) & 1);
+        Scores::store_grads(smem.score_grads(i % kBuffers), frag_ds, warpgroup, thread);
+        ptx::fence_async_proxy();
+        ptx::mbarrier_arrive(smem.ds_full(i % kBuffers));
+      }
       step.advance(walk);
     };
     run_step(0, std::true_type{});

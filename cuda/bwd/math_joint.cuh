@@ -16,16 +16,17 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
   using Product = BwdProducts<Config>;
   using Scores = BwdScores<Config>;
   using ScoreAcc = typename Scores::Acc;
+  constexpr bool kMakesDq = Traits::kMakesDq;
   constexpr int kMathBarrier = 1, kMathThreads = Traits::kMathWarpgroups * 128;
   const BwdWalk<Config> walk(p);
   const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
   const uint32_t staging = smem.staging(warpgroup * 4 + thread / 32);
 
-  float acc_dv[Product::kKeyGrads], acc_dk[Product::kKeyGrads];
+  float acc_dv[Product::kGrads], acc_dk[Product::kGrads];
   using Piece = float[Product::kPiece];
   uint32_t frag_ds[Product::kFrags];
 #pragma unroll
-  for (int i = 0; i < Product::kKeyGrads; ++i) acc_dv[i] = acc_dk[i] = 0.0f;
+  for (int i = 0; i < Product::kGrads; ++i) acc_dv[i] = acc_dk[i] = 0.0f;
 
   const float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
 
@@ -48,7 +49,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
           Product::row_descriptor(base + Smem::kRowLse16 + q_stage(i) * Smem::kRowBytes16));
       Product::issue_scores(
           acc_s, Product::key_descriptor(base + Smem::kKeys16, warpgroup),
-          Product::query_descriptor(base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16));
+          Product::scores_descriptor(base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16),
+          true);
       ptx::wgmma_commit();
     };
     // Scores to frag_ds of step i, with dP and dV on the way.
@@ -57,7 +59,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       if constexpr (kFirst) {
         ptx::wgmma_wait<0>();
       } else {
-        ptx::wgmma_wait<2>();  // S of this step; dQ and dK of the last run on
+        ptx::wgmma_wait<1 + kMakesDq>();  // S of this step; dQ and dK of the last run on
       }
       ptx::pin(acc_s);
 #pragma unroll
@@ -66,7 +68,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       if (first_row < full_from) Scores::mask(acc_s, p, walk, warpgroup, thread, first_row);
       // NOTE: without the pin the compiler sinks the exponentials below the waits.
       ptx::pin(acc_s);
-      if constexpr (!kFirst) {
+      if constexpr (!kFirst && kMakesDq) {
         ptx::wgmma_wait<1>();  // dQ of the last step
         ptx::pin(acc_dq);
         stage_query_grads(acc_dq, staging);
@@ -81,7 +83,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
           Product::row_descriptor(base + Smem::kRowDelta16 + do_stage(i) * Smem::kRowBytes16));
       const uint32_t out_grads = base + Smem::kOutGrads16 + do_stage(i) * Smem::kQueryBytes16;
       Product::issue_scores(acc_dp, Product::key_descriptor(base + Smem::kValues16, warpgroup),
-                            Product::query_descriptor(out_grads));
+                            Product::scores_descriptor(out_grads), true);
       ptx::wgmma_commit();
       if constexpr (!kFirst) {
         ptx::wgmma_wait<1>();  // dK of the last step
@@ -93,10 +95,10 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
         frag_p[i] = pack_16bit<Traits::kIsBf16>(acc_s[2 * i], acc_s[2 * i + 1]);
       ptx::pin(frag_p);
       ptx::wgmma_fence();
-      Product::issue_key_grads(acc_dv, frag_p, Product::query_rows_descriptor(out_grads), !kFirst);
+      Product::issue_grads(acc_dv, frag_p, Product::grads_descriptor(out_grads), !kFirst);
       ptx::wgmma_commit();
       // Only now, since its fence waits for the stores of the staging.
-      if constexpr (!kFirst) add_last_query_grads();
+      if constexpr (!kFirst && kMakesDq) add_last_query_grads();
       ptx::wgmma_wait<1>();  // dP
       ptx::pin(acc_dp);
 #pragma unroll
@@ -108,27 +110,33 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       step.advance(walk);
     };
     const auto issue_grads = [&](Piece& acc_dq, int i) {
-      // Both halves of dS^T are written; and both warpgroups are done with the other buffer, whose
-      // dQ they have waited for.
-      ptx::named_barrier_sync(kMathBarrier, kMathThreads);
-      ptx::forget(acc_dq);
-      ptx::wgmma_fence();
       const uint32_t base = base16();
-      Product::issue_query_grads(acc_dq,
-                                 Product::score_grad_descriptor(base + Smem::kScoreGrads16 +
-                                                                i % 2 * Smem::kScoreGradBytes16),
-                                 Product::key_rows_descriptor(base + Smem::kKeys16, warpgroup));
-      ptx::wgmma_commit();
+      if constexpr (kMakesDq) {
+        // Both halves of dS^T are written; and both warpgroups are done with the other buffer, whose
+        // dQ they have waited for.
+        ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+        ptx::forget(acc_dq);
+        ptx::wgmma_fence();
+        Product::issue_query_grads(acc_dq,
+                                   Product::score_grad_descriptor(base + Smem::kScoreGrads16 +
+                                                                  i % 2 * Smem::kScoreGradBytes16),
+                                   Product::key_rows_descriptor(base + Smem::kKeys16, warpgroup));
+        ptx::wgmma_commit();
+      } else {
+        ptx::wgmma_fence();
+      }
       const uint32_t queries = base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16;
-      Product::issue_key_grads(acc_dk, frag_ds, Product::query_rows_descriptor(queries), i > 0);
+      Product::issue_grads(acc_dk, frag_ds, Product::grads_descriptor(queries), i > 0);
       ptx::wgmma_commit();
     };
 
     // What follows dS of step i: its way to shared memory and the start of the next scores, while
     // dV runs.
     const auto finish_step = [&](ScoreAcc& acc_s, int i) {
-      Scores::store_grads(smem.score_grads(i % 2), frag_ds, warpgroup, thread);
-      ptx::fence_async_proxy();
+      if constexpr (kMakesDq) {
+        Scores::store_grads(smem.score_grads(i % 2), frag_ds, warpgroup, thread);
+        ptx::fence_async_proxy();
+      }
       if (i + 1 < walk.num_steps)
         ptx::mbarrier_wait(smem.q_full(q_stage(i + 1)), (i + 1) / Traits::kQStages & 1);
       ptx::wgmma_wait<0>();  // dV
@@ -150,15 +158,19 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       finish_step(acc_s, i);
     }
     issue_grads(acc_dq, walk.num_steps - 1);
-    ptx::wgmma_wait<1>();
-    ptx::pin(acc_dq);
-    stage_query_grads(acc_dq, staging);
-    add_last_query_grads();
+    if constexpr (kMakesDq) {
+      ptx::wgmma_wait<1>();
+      ptx::pin(acc_dq);
+      stage_query_grads(acc_dq, staging);
+      add_last_query_grads();
+    }
     ptx::wgmma_wait<0>();
     ptx::pin(acc_dv);
     ptx::pin(acc_dk);
-    if (thread % 32 == 0) ptx::bulk_wait_read();
-    __syncwarp();
+    if constexpr (kMakesDq) {
+      if (thread % 32 == 0) ptx::bulk_wait_read();
+      __syncwarp();
+    }
   }
 
   store_key_grads(p, walk, warpgroup, acc_dk, acc_dv, staging);

@@ -32,6 +32,7 @@ struct BwdParams {
   bool is_causal;
   bool bottom_right;  // alignment of the causal diagonal when seqlen_q != seqlen_k
   bool wants_scale_grads;
+  bool deterministic;  // dQ in a fixed order, as head_dim 256 always has it
 
   const void* q;               // [batch, seqlen_q, num_heads_q, head_dim]
   const void* k;               // [batch, seqlen_k, num_heads_kv, head_dim]
@@ -49,8 +50,8 @@ struct BwdParams {
       scale_grads;  // [batch, num_heads_q, rows / 64]: parts of the gradient of softmax_scale, or 0
   float* row_lse;   // workspace [batch, num_heads_q, rows, bwd_row_words]: what S starts from
   float* row_delta;  // workspace, like row_lse: what dP starts from
-  float* dq_acc;     // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces, not for
-                     // head_dim 256
+  float* dq_acc;     // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces, where dQ
+                     // has no fixed order
 
   // Filled by the launch.
   TileOrder order;  // of key blocks and kv heads

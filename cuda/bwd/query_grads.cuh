@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_query_grads(const BwdParams& p, const BwdWal
   }
 }
 
-// The dQ role (kApart): of every step the one piece, from all keys of the CTA.
+// The dQ role (kDqRole): of every step the one piece, from all keys of the CTA.
 template <class Config>
 __device__ __forceinline__ void bwd_query_grads_loop(const BwdParams& p,
                                                      const BwdSmem<Config>& smem) {

@@ -32,6 +32,18 @@ __device__ __forceinline__ void store_row(float* rows, int64_t row, float value)
   }
 }
 
+// What store_row wrote.
+template <int kWords>
+__device__ __forceinline__ float load_row(const float* rows, int64_t row) {
+  if constexpr (kWords == 1) {
+    return __ldg(rows + row);
+  } else {
+    const uint2 parts = __ldg(reinterpret_cast<const uint2*>(rows + row * kWords));
+    const float2 first = ptx::unpack_16bit<true>(parts.x);
+    return (first.x + first.y) + ptx::unpack_16bit<true>(parts.y).x;
+  }
+}
+
 template <class Config>
 __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ BwdParams p) {
   using Traits = BwdTraits<Config>;
@@ -42,7 +54,7 @@ __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ B
   const int row = static_cast<int>(flat % rows);  // rows is a multiple of kRowsHere: no remainder
   const int64_t head = flat / rows;
   const int64_t batch = head / p.num_heads_q;
-  if constexpr (Traits::kSumsInMemory) {
+  if constexpr (Traits::kMakesDq) {
     // 8 floats a thread: 32 bytes for the 16 of out, in whatever order.
     float4* sums = reinterpret_cast<float4*>(p.dq_acc) + (flat * kLanes + lane) * 2;
     sums[0] = sums[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -22,12 +22,12 @@ struct BwdSmem {
   // compute-sanitizer takes the 8 rows of ones, which every row of the operand repeats, for 2 KiB: what
   // follows them must be as long.
   static constexpr int kOnes = kStaging + Traits::kStagingWarps * (kPieceWarpFloats * 4);
-  static constexpr int kOnesBytes = 256;
+  static constexpr int kOnesBytes = bwd_row_words(Traits::kHeadDim) == 1 ? 0 : 256;
   static constexpr int kRowLse = kOnes + kOnesBytes;
   static constexpr int kRowDelta = kRowLse + kQStages * Traits::kRowBytes;
   static constexpr int kBarriers = kRowDelta + kDoStages * Traits::kRowBytes;
   static constexpr int kNumBarriers =
-      2 + 2 * kQStages + 2 * kDoStages + (Traits::kApart ? 2 * Traits::kScoreGradBuffers : 0);
+      2 + 2 * kQStages + 2 * kDoStages + (Traits::kDqRole ? 2 * Traits::kScoreGradBuffers : 0);
   static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
   static constexpr int kAllocation = kBytes + 1024;  // room to align the base
 
@@ -55,6 +55,10 @@ struct BwdSmem {
   }
   __device__ __forceinline__ uint32_t score_grads(int buffer) const {
     return base + kScoreGrads + buffer * Traits::kScoreGradBytes;
+  }
+  // Head_dim 256: P of a step in f32.
+  __device__ __forceinline__ uint32_t probabilities(int buffer) const {
+    return score_grads(buffer);
   }
   // 4 KiB of a warp that makes dQ: its slice of a piece; without kApart at the end its rows of dK and dV.
   __device__ __forceinline__ uint32_t staging(int warp) const {
@@ -93,5 +97,28 @@ struct BwdSmem {
     return base + kBarriers + index * 8;
   }
 };
+
+// Run by one thread, before the others go on.
+template <class Config>
+__device__ __forceinline__ void bwd_init_barriers(const BwdSmem<Config>& smem) {
+  using Traits = BwdTraits<Config>;
+  ptx::mbarrier_init(smem.k_full(), 1);
+  ptx::mbarrier_init(smem.v_full(), 1);
+  for (int stage = 0; stage < Traits::kQStages; ++stage) {
+    ptx::mbarrier_init(smem.q_full(stage), 1);
+    ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathThreads);
+  }
+  for (int stage = 0; stage < Traits::kDoStages; ++stage) {
+    ptx::mbarrier_init(smem.do_full(stage), 1);
+    ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathThreads);
+  }
+  if constexpr (Traits::kDqRole) {
+    for (int buffer = 0; buffer < Traits::kScoreGradBuffers; ++buffer) {
+      ptx::mbarrier_init(smem.ds_full(buffer), Traits::kMathThreads);
+      ptx::mbarrier_init(smem.ds_empty(buffer), Traits::kStagingWarps * 32);
+    }
+  }
+  ptx::mbarrier_init_fence();
+}
 
 }  // namespace jax_fa3

@@ -25,105 +25,18 @@
 
 #include "epilogue.cuh"
 #include "load.cuh"
+#include "products.cuh"
 #include "scores.cuh"
-#include "wide_load.cuh"
-#include "wide_products.cuh"
 
 namespace jax_fa3 {
-
-template <class Config>
-struct BwdWideKeysSmem {
-  using Traits = BwdTraits<Config>;
-  static constexpr int kStages = 2;
-
-  // Byte offsets from a 1024-aligned base.
-  static constexpr int kKeys = 0;
-  static constexpr int kValues = kKeys + Traits::kTileBytes;
-  static constexpr int kQueries = kValues + Traits::kTileBytes;
-  static constexpr int kOutGrads = kQueries + kStages * Traits::kTileBytes;
-  static constexpr int kProbabilities = kOutGrads + kStages * Traits::kTileBytes;
-  static constexpr int kProbabilityBytes = 64 * 64 * 4;
-  static constexpr int kRowLse = kProbabilities + 2 * kProbabilityBytes;
-  static constexpr int kRowDelta = kRowLse + kStages * Traits::kRowBytes;
-  static constexpr int kBarriers = kRowDelta + kStages * Traits::kRowBytes;
-  static constexpr int kBytes = kBarriers + 8 * (2 + 4 * kStages);
-  static constexpr int kAllocation = kBytes + 1024;  // room to align the base
-
-  static_assert(kAllocation <= 227 * 1024, "the tiles do not fit one SM's shared memory (227 KiB)");
-
-  uint32_t base;
-
-  __device__ __forceinline__ explicit BwdWideKeysSmem(const void* dynamic_smem)
-      : base((ptx::smem_address(dynamic_smem) + 1023) & ~1023u) {}
-
-  __device__ __forceinline__ uint32_t probabilities(int buffer) const {
-    return base + kProbabilities + buffer * kProbabilityBytes;
-  }
-  __device__ __forceinline__ uint32_t row_lse(int stage) const {
-    return base + kRowLse + stage * Traits::kRowBytes;
-  }
-  __device__ __forceinline__ uint32_t row_delta(int stage) const {
-    return base + kRowDelta + stage * Traits::kRowBytes;
-  }
-  __device__ __forceinline__ uint32_t k_full() const { return barrier(0); }
-  __device__ __forceinline__ uint32_t v_full() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 + stage); }
-  __device__ __forceinline__ uint32_t q_empty(int stage) const { return barrier(4 + stage); }
-  __device__ __forceinline__ uint32_t do_full(int stage) const { return barrier(6 + stage); }
-  __device__ __forceinline__ uint32_t do_empty(int stage) const { return barrier(8 + stage); }
-
- private:
-  __device__ __forceinline__ uint32_t barrier(int index) const {
-    return base + kBarriers + index * 8;
-  }
-};
-
-template <class Config>
-__device__ __forceinline__ void bwd_wide_keys_load(const BwdParams& p,
-                                                   const BwdWideKeysSmem<Config>& smem) {
-  using Traits = BwdTraits<Config>;
-  using Smem = BwdWideKeysSmem<Config>;
-  const BwdWalk<Config> walk(p);
-  if (walk.num_steps == 0) return;
-  constexpr int kStageBytes = Traits::kTileBytes + Traits::kRowBytes;
-  const auto load_own = [&](int offset, const CUtensorMap* map, uint32_t barrier) {
-    ptx::mbarrier_arrive_expect_bytes(barrier, Traits::kTileBytes);
-    load_wide_tile<Config>(smem.base + offset, map, walk.kv_head, walk.first_key, walk.batch,
-                           barrier);
-  };
-  load_own(Smem::kKeys, &p.k_map, smem.k_full());
-  load_own(Smem::kValues, &p.v_map, smem.v_full());
-  RingPosition<Smem::kStages> write(1);
-  BwdStep<Config> step(p, walk);
-#pragma unroll 1
-  for (int i = 0; i < walk.num_steps; ++i) {
-    const int first_row = step.q_block * Traits::kBlockQ;
-    const int64_t row =
-        (static_cast<int64_t>(walk.batch) * p.num_heads_q + step.q_head) * p.rows() + first_row;
-    const uint32_t q_full = smem.q_full(write.stage), do_full = smem.do_full(write.stage);
-    const uint32_t tile = write.stage * Traits::kTileBytes;
-    ptx::mbarrier_wait_idle(smem.q_empty(write.stage), write.parity);
-    ptx::mbarrier_arrive_expect_bytes(q_full, kStageBytes);
-    load_wide_tile<Config>(smem.base + Smem::kQueries + tile, &p.q_map, step.q_head, first_row,
-                           walk.batch, q_full);
-    ptx::copy_bulk(smem.row_lse(write.stage), p.row_lse + row, Traits::kRowBytes, q_full);
-    ptx::mbarrier_wait_idle(smem.do_empty(write.stage), write.parity);
-    ptx::mbarrier_arrive_expect_bytes(do_full, kStageBytes);
-    load_wide_tile<Config>(smem.base + Smem::kOutGrads + tile, &p.dout_map, step.q_head, first_row,
-                           walk.batch, do_full);
-    ptx::copy_bulk(smem.row_delta(write.stage), p.row_delta + row, Traits::kRowBytes, do_full);
-    write.advance();
-    step.advance(walk);
-  }
-}
 
 // One math warpgroup: P and dV (kIsP), or dS and dK.
 template <class Config, bool kIsP>
 __device__ __forceinline__ void bwd_wide_keys_math(const BwdParams& p,
-                                                   const BwdWideKeysSmem<Config>& smem) {
+                                                   const BwdSmem<Config>& smem) {
   using Traits = BwdTraits<Config>;
-  using Smem = BwdWideKeysSmem<Config>;
-  using Product = BwdWideProducts<Config>;
+  using Smem = BwdSmem<Config>;
+  using Product = SquareProducts<Traits>;
   const BwdWalk<Config> walk(p);
   const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
   const int warp = thread / 32;
@@ -141,9 +54,10 @@ __device__ __forceinline__ void bwd_wide_keys_math(const BwdParams& p,
     constexpr int kOwn = kIsP ? Smem::kKeys : Smem::kValues;
     constexpr int kFirst = kIsP ? Smem::kQueries : Smem::kOutGrads;
     constexpr int kSecond = kIsP ? Smem::kOutGrads : Smem::kQueries;
+    constexpr int kTile16 = Traits::kKeyBytes / 16;
     constexpr int kPFull = 3, kPEmpty = 5, kMathThreads = 256;
-    const auto stage = [](int i) { return i % Smem::kStages; };
-    const auto parity = [](int i) { return static_cast<uint32_t>(i / Smem::kStages & 1); };
+    const auto stage = [](int i) { return i % Traits::kQStages; };
+    const auto parity = [](int i) { return static_cast<uint32_t>(i / Traits::kQStages & 1); };
     // Descriptors are built where they are used, from one register.
     const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
 
@@ -161,14 +75,16 @@ __device__ __forceinline__ void bwd_wide_keys_math(const BwdParams& p,
       }
       ptx::wgmma_fence();
       const uint32_t base = base16();
-      Product::issue_scores(acc_s, base + kOwn / 16,
-                            base + kFirst / 16 + stage(i) * Product::kTile16, true);
+      Product::issue_scores(acc_s, Product::scores_descriptor(base + kOwn / 16),
+                            Product::scores_descriptor(base + kFirst / 16 + stage(i) * kTile16),
+                            true);
       ptx::wgmma_commit();
     };
     const auto issue_second = [&](int i) {
       ptx::mbarrier_wait(second_full(stage(i)), parity(i));
       ptx::wgmma_fence();
-      Product::issue_grads(acc, frag, base16() + kSecond / 16 + stage(i) * Product::kTile16);
+      Product::issue_grads(
+          acc, frag, Product::grads_descriptor(base16() + kSecond / 16 + stage(i) * kTile16), true);
       ptx::wgmma_commit();
     };
 
@@ -249,28 +165,18 @@ template <class Config>
 __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
     bwd_wide_keys_kernel(const __grid_constant__ BwdParams p) {
   using Traits = BwdTraits<Config>;
-  using Smem = BwdWideKeysSmem<Config>;
+  using Smem = BwdSmem<Config>;
   extern __shared__ uint8_t dynamic_smem[];
   const Smem smem(dynamic_smem);
   // The same for all lanes, and known to the compiler as such.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
 
-  if (threadIdx.x == 0) {
-    ptx::mbarrier_init(smem.k_full(), 1);
-    ptx::mbarrier_init(smem.v_full(), 1);
-    for (int stage = 0; stage < Smem::kStages; ++stage) {
-      ptx::mbarrier_init(smem.q_full(stage), 1);
-      ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathThreads);
-      ptx::mbarrier_init(smem.do_full(stage), 1);
-      ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathThreads);
-    }
-    ptx::mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) bwd_init_barriers(smem);
   __syncthreads();
 
   if (warpgroup == 0) {
     ptx::release_registers<Traits::kLoadRegisters>();
-    if (threadIdx.x == 0) bwd_wide_keys_load<Config>(p, smem);
+    if (threadIdx.x == 0) bwd_load_loop<Config>(p, smem);
   } else {
     ptx::take_registers<Traits::kMathRegisters>();
     if (warpgroup == 1)

@@ -32,7 +32,12 @@ GOOD_OPCODES = {
         *("HGMMA.64x64x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC", "MUFU.EX2"),
         *("UBLKRED.G.S.ADD.F32.RN", "STSM.16.M88.4"),
     ],
-    "backward wide": ["HGMMA.64x256x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC", "MUFU.EX2"],
+    "backward in order": [
+        "HGMMA.64x256x16.F32.BF16",
+        "UTMALDG.4D",
+        "USETMAXREG.TRY_ALLOC",
+        "MUFU.EX2",
+    ],
     "backward rows": ["LDG.E", "STG.E"],
     "rotation": ["LDG.E.128", "HMMA.16816.F32.BF16", "STG.E.128"],
     "quantize": ["LDG.E", "STG.E.U8"],
@@ -42,9 +47,9 @@ SYMBOLS = {
     "exact": "_ZN7jax_fa310fwd_kernelINS_9FwdFp8D64INS_3ptx4E4m3ELNS_4Exp2E0EEEEEvv{}",
     "linear": "_ZN7jax_fa310fwd_kernelINS_9FwdFp8D64INS_3ptx4E4m3ELNS_4Exp2E1EEEEEvv{}",
     "16-bit": "_ZN7jax_fa310fwd_kernelINS_8Fwd16D64INS_3ptx4Bf16EEEEEvv{}",
-    "backward": "_ZN7jax_fa310bwd_kernelINS_6BwdD64INS_3ptx4Bf16EEEEEvv{}",
-    "backward wide": "_ZN7jax_fa320bwd_wide_keys_kernelINS_7BwdD256INS_3ptx4Bf16EEEEEvv{}",
-    "backward rows": "_ZN7jax_fa315bwd_rows_kernelINS_6BwdD64INS_3ptx4Bf16EEEEEvv{}",
+    "backward": "_ZN7jax_fa310bwd_kernelINS_6BwdD64INS_3ptx4Bf16ELb0EEEEEvv{}",
+    "backward in order": "_ZN7jax_fa313bwd_dq_kernelINS_6BwdD64INS_3ptx4Bf16ELb1EEEEEvv{}",
+    "backward rows": "_ZN7jax_fa315bwd_rows_kernelINS_6BwdD64INS_3ptx4Bf16ELb1EEEEEvv{}",
     "rotation": "_ZN7jax_fa38quantizeILi64ELb0ELb1EEEvNS_14QuantizeParamsENS_12QuantizeGridE{}",
     "quantize": "_ZN7jax_fa314key_value_statsILi64EEEvNS_14QuantizeParamsE{}",
 }
@@ -67,7 +72,7 @@ def extension(changed=None, opcodes=None):
     """A whole good extension as SASS text; the first kernel of family `changed` gets `opcodes`."""
     text = []
     for family, symbol in SYMBOLS.items():
-        for i in range(12):
+        for i in range(14):
             bad = family == changed and i == 0
             text.append(listing(symbol.format(i), opcodes if bad else GOOD_OPCODES[family]))
     return "\n".join(text)
@@ -139,7 +144,10 @@ def test_forbidden_instruction_fails(family, opcode):
     ("family", "opcode"),
     [
         *(("exact", "HGMMA.64x64x16.F32"), ("linear", "HGMMA.64x64x16.F32"), ("16-bit", FP8[0])),
-        *(("backward wide", "UBLKRED.G.S.ADD.F32.RN"), ("backward wide", "RED.E.ADD.F32.FTZ.RN")),
+        *(
+            ("backward in order", "UBLKRED.G.S.ADD.F32.RN"),
+            ("backward in order", "RED.E.ADD.F32.FTZ.RN"),
+        ),
     ],
 )
 def test_wrong_unit_fails(family, opcode):

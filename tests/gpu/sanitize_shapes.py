@@ -50,6 +50,7 @@ def fp8(**fields: Any) -> dict[str, Any]:
 MANY = 140  # times 4 heads: more than three tiles for each of the 132 CTAs of an H100
 NATIVE = {"precision": "native"}
 CAUSAL = {"is_causal": True}
+IN_ORDER = {"deterministic": True}
 TOP_LEFT = {"is_causal": True, "causal_alignment": "top_left"}
 CALLS = (
     Call("exact", 37, 53, "bf16", fp8()),
@@ -75,6 +76,8 @@ GRADIENTS = (
     Call("native causal", 133, 197, "bf16", {**NATIVE, **CAUSAL}),
     Call("native f16 causal more queries", 205, 131, "f16", {**NATIVE, **CAUSAL}),
     Call("exact causal", 133, 197, "bf16", {**fp8(), **CAUSAL}),
+    Call("deterministic causal", 133, 197, "bf16", {**NATIVE, **CAUSAL, **IN_ORDER}),
+    Call("deterministic f16 more queries", 205, 131, "f16", {**NATIVE, **IN_ORDER}),
 )
 HEADS_Q, HEADS_KV = 4, 2
 

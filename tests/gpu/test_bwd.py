@@ -30,6 +30,9 @@ SHAPES = (
     (3, 5, 700, 2, 2),
 )
 
+# (head_dim, deterministic): at head_dim 256 the order of additions is fixed either way.
+WAYS = [(64, False), (64, True), (128, False), (128, True), (256, False)]
+
 
 def draw(shape: tuple[int, ...], head_dim: int, dtype: Any) -> tuple[dict[str, Any], Any, Any]:
     """Inputs, dout and dlogsumexp."""
@@ -81,9 +84,9 @@ def exact_gradients(
 
 
 @pytest.mark.parametrize("dtype", [cases.BFLOAT16, cases.FLOAT16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("head_dim", "deterministic"), WAYS)
 @pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
-def test_native_shapes(causal: str | None, head_dim: int, dtype: Any) -> None:
+def test_native_shapes(causal: str | None, head_dim: int, deterministic: bool, dtype: Any) -> None:
     """Every shape against float64; what the kernel leaves unwritten is poison."""
     masks = {} if causal is None else {"is_causal": True, "causal_alignment": causal}
     limit = tolerances.BACKWARD_BF16 if dtype == cases.BFLOAT16 else tolerances.BACKWARD_F16
@@ -92,7 +95,7 @@ def test_native_shapes(causal: str | None, head_dim: int, dtype: Any) -> None:
 
         def kernel(x: Any, dout: Any, dlogsumexp: Any) -> Any:
             options = {"precision": "native", "implementation": "cuda", **masks}
-            return gradients(x, dout, dlogsumexp, **options)
+            return gradients(x, dout, dlogsumexp, deterministic=deterministic, **options)
 
         actual = reference.run(kernel, inputs, dout, dlogsumexp)
         scale = head_dim**-0.5
@@ -101,16 +104,19 @@ def test_native_shapes(causal: str | None, head_dim: int, dtype: Any) -> None:
             tolerances.check_close(actual[name], expected[name], limit)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("head_dim", "deterministic"), WAYS)
 @pytest.mark.parametrize("causal", [None, "bottom_right"])
 @pytest.mark.parametrize("bare", [False, True])
-def test_fp8_against_its_model(bare: bool, causal: str | None, head_dim: int) -> None:
+def test_fp8_against_its_model(
+    bare: bool, causal: str | None, head_dim: int, deterministic: bool
+) -> None:
     """Gradients of attention over the quantised operands, straight through every rounding."""
     fields = {"hadamard": False, "smooth_key": False, "center_value": False} if bare else {}
     options: dict[str, Any] = {
         "precision": "fp8",
         "quantization": jax_fa3.Quantization(**fields),
         "is_causal": causal is not None,
+        "deterministic": deterministic,
     }
     for shape in ((2, 257, 640, 6, 2), (1, 129, 127, 2, 2)):
         inputs, dout, dlogsumexp = draw(shape, head_dim, cases.BFLOAT16)
@@ -151,9 +157,9 @@ def _model_gradients(
     return dict(pull(tuple(jnp.asarray(g, jnp.float32) for g in cotangents))[0])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("head_dim", "deterministic"), WAYS)
 @pytest.mark.parametrize("causal", [None, "bottom_right"])
-def test_error_next_to_cudnn(causal: str | None, head_dim: int) -> None:
+def test_error_next_to_cudnn(causal: str | None, head_dim: int, deterministic: bool) -> None:
     """On normal data no head is more than 1.2 times as far from float64 as cuDNN's."""
     shape, limit = (2, 512, 512, 4, 4), 1.2
     rng = np.random.default_rng(8)
@@ -174,7 +180,11 @@ def test_error_next_to_cudnn(causal: str | None, head_dim: int) -> None:
 
         def ours(q: Any, k: Any, v: Any) -> Any:
             return jax_fa3.attention(
-                q, k, v, is_causal=causal is not None, precision="native", implementation="cuda"
+                *(q, k, v),
+                is_causal=causal is not None,
+                precision="native",
+                deterministic=deterministic,
+                implementation="cuda",
             )
 
         return grads(ours), grads(cudnn)
@@ -189,8 +199,9 @@ def test_error_next_to_cudnn(causal: str | None, head_dim: int) -> None:
         assert (error <= limit * rival).all(), (name, error, rival)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("precision", ["native", "fp8"])
-def test_vmap_of_grad_is_the_loop(precision: str) -> None:
+def test_vmap_of_grad_is_the_loop(precision: str, deterministic: bool) -> None:
     """Shared keys get one gradient per example; a mapped softmax_scale is a launch for each."""
     inputs, dout, _ = draw((3, 200, 333, 4, 2), 64, cases.BFLOAT16)
     scales = np.array([0.05, 0.125, 0.3], np.float32)
@@ -198,7 +209,12 @@ def test_vmap_of_grad_is_the_loop(precision: str) -> None:
 
     def loss(q: Any, k: Any, v: Any, scale: Any, dout: Any) -> Any:
         out = jax_fa3.attention(
-            q, k, v, softmax_scale=scale, precision=precision, is_causal=True, implementation="cuda"
+            *(q, k, v),
+            softmax_scale=scale,
+            precision=precision,
+            is_causal=True,
+            deterministic=deterministic,
+            implementation="cuda",
         )
         return jnp.sum(out.astype(jnp.float32) * dout)
 
@@ -219,11 +235,11 @@ def test_vmap_of_grad_is_the_loop(precision: str) -> None:
 def test_repeats_within_the_order_of_additions(head_dim: int) -> None:
     """dk and dv repeat bit by bit; dq is added up in any order, so only its last bits move.
 
-    At head_dim 256 the order is fixed, and deterministic=True runs on the kernels.
+    At head_dim 256 the order is fixed without deterministic=True.
     """
     inputs, dout, dlogsumexp = draw((2, 700, 1500, 4, 2), head_dim, cases.BFLOAT16)
     fixed = head_dim == 256
-    options = {"precision": "native", "is_causal": True, "deterministic": fixed}
+    options = {"precision": "native", "is_causal": True}
     run = jax.jit(lambda x: gradients(x, dout, dlogsumexp, **options))
     assert "jax_fa3_bwd" in run.lower(inputs).as_text()
     first = jax.tree.map(np.asarray, run(inputs))

@@ -251,17 +251,19 @@ def test_gradient_holds_the_forward_kernel_once_and_saves_by_name() -> None:
     assert "name=jax_fa3_logsumexp" in jaxpr
 
 
+@pytest.mark.parametrize("precision", ["native", "fp8"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_where_the_gradient_runs_and_what_explain_says(head_dim: int, deterministic: bool) -> None:
-    """Only head_dim 256 has kernels that add up in a fixed order; they need no sum in memory."""
-    options = {"precision": "native", "deterministic": deterministic}
+def test_where_the_gradient_runs_and_what_explain_says(
+    head_dim: int, deterministic: bool, precision: str
+) -> None:
+    """On kernels either way; those that add up in a fixed order need no sum in memory."""
+    options = {"precision": precision, "deterministic": deterministic}
     args = [jax.ShapeDtypeStruct((2, n, 3, head_dim), jnp.bfloat16) for n in (70, 90, 90)]
     text = cuda_text(jax.grad(loss_of(attend(**options)), (0, 1, 2)), *args)
-    served = head_dim == 256 or not deterministic
-    assert ("jax_fa3_bwd" in calls(text)) == served
-    note = "runs CUDA (jax_fa3_bwd)" if served else "recomputes on the XLA path: deterministic=True"
-    assert f"the backward pass {note}" in str(jax_fa3.explain(*args, **options))
-    if served:
-        _, results = types(text, "jax_fa3_bwd")
-        assert results[-1] == f"2x3x{0 if head_dim == 256 else 128}x{head_dim}xf32"
+    note = "the backward pass runs CUDA (jax_fa3_bwd)"
+    assert note in str(jax_fa3.explain(*args, **options))
+    assert attributes(text, "jax_fa3_bwd")["deterministic"] == str(deterministic).lower()
+    _, results = types(text, "jax_fa3_bwd")
+    sum_rows = 0 if deterministic or head_dim == 256 else 128
+    assert results[-1] == f"2x3x{sum_rows}x{head_dim}xf32"

@@ -1,4 +1,4 @@
 #include "../launch.cuh"
 
-template cudaError_t jax_fa3::launch_bwd<jax_fa3::BwdD128<jax_fa3::ptx::Bf16>>(jax_fa3::BwdParams,
-                                                                               cudaStream_t);
+template cudaError_t jax_fa3::launch_bwd<jax_fa3::BwdD128<jax_fa3::ptx::Bf16, false>>(
+    jax_fa3::BwdParams, cudaStream_t);

@@ -1,4 +1,4 @@
-#include "../wide_launch.cuh"
+#include "../launch.cuh"
 
-template cudaError_t jax_fa3::launch_bwd_wide<jax_fa3::BwdD256<jax_fa3::ptx::Bf16>>(
-    jax_fa3::BwdParams, cudaStream_t);
+template cudaError_t jax_fa3::launch_bwd<jax_fa3::BwdD256<jax_fa3::ptx::Bf16>>(jax_fa3::BwdParams,
+                                                                               cudaStream_t);
