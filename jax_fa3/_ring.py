@@ -3,13 +3,12 @@
 Step 0 are the device's own keys, step s those of device index - s. `Steps` says what a step adds;
 `over` merges the steps and leaves the gradient to JAX, `attend` has a backward pass of its own.
 
-A shard is sent on while the device attends to the one before it. XLA keeps one transfer in flight
-at a time, next to at least one call; so each zigzag step is two calls, and the second array of a
-shard (value) is tied to the end of the first.
+A shard is sent on while the device attends to it. XLA keeps one transfer in flight at a time, so
+all arrays of a shard travel as one; see `Steps.next`.
 
-The ring's backward pass sends the shards around again, each with the gradient that the devices
-have added to it (one array of float32), and one more hop brings that home: memory stays that of one
-shard. No step's result is needed again: probabilities come from the whole logsumexp.
+The ring's backward pass sends the shards around again. The gradient that other devices have for a
+shard follows it, from the first of them to the last and home: memory stays that of one shard. No
+step's result is needed again: probabilities come from the whole logsumexp.
 
 Zigzag: rows and shards are in halves that lie one behind the other in the batch ("pieces"), every
 early half before every late one.
@@ -69,38 +68,33 @@ class Steps:
             query, key, value = (_pieces(x, 1) for x in (query, key, value))
         return self.part.prepare(query, key, value, scale)
 
-    def next(self, shard: Tree, tied: Tree, index: jax.Array, step: int, every: Tree) -> Tree:
-        """The step's shard: of `every` device's where they were gathered, else the one that the
-        device before held, whose second array is sent as `tied`."""
-        if every is not None:
-            at = (index - step) % self.size
-            return jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False), every
-            )
-        first, _, *rest = jax.tree.leaves(shard)
-        arrays = [first, jax.tree.leaves(tied)[1], *rest]
-        # Every array apart, since a permute takes one dtype.
-        sent = [self.hand_on(x) for x in arrays]
-        return jax.tree.unflatten(jax.tree.structure(shard), sent)
+    def start(self, shard: Tree) -> Tree:
+        """What `next` takes: the shards of all devices where they are gathered, else this one."""
+        if self.gathered:
+            return jax.tree.map(lambda x: jax.lax.all_gather(x, self.axis_name), shard)
+        return _packed(shard)
 
-    def every(self, shard: Tree) -> Tree:
-        """The shards of all devices, where they are gathered."""
+    def next(
+        self, held: Tree, like: Tree, index: jax.Array, step: int, done: _T
+    ) -> tuple[Tree, Tree, _T]:
+        """The step's shard, in the form of like; what the next step takes; and done.
+
+        done: results of the step before. Its calls run beside the transfer, so nothing computes
+        with the shard before they are there, and it is not sent on before. Otherwise XLA, which
+        does not know how long a call takes, begins with all transfers.
+        """
+        held = held if self.gathered else self.hand_on(held)
+        held, done = jax.lax.optimization_barrier((held, done))
         if not self.gathered:
-            return None
-        return jax.tree.map(lambda x: jax.lax.all_gather(x, self.axis_name), shard)
+            return _unpacked(held, like), held, done
+        at = (index - step) % self.size
+        return jax.tree.map(lambda x: x[at], held), held, done
 
     def hand_on(self, x: jax.Array) -> jax.Array:
         """That of the device before."""
         to_next = [(device, (device + 1) % self.size) for device in range(self.size)]
         received: jax.Array = jax.lax.ppermute(x, self.axis_name, to_next)
         return received
-
-    def hand_on_gradients(self, shard: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """`hand_on` of both gradients of a shard, in one permute."""
-        dkey, dvalue = shard
-        both = self.hand_on(jnp.concatenate([dkey, dvalue], axis=-1))
-        dkey, dvalue = jnp.split(both, [dkey.shape[-1]], axis=-1)
-        return dkey, dvalue
 
     def home(self, of_steps: list[Tree], index: jax.Array) -> Tree:
         """What all devices have for this one's shard, from what this one has for that of each
@@ -114,16 +108,15 @@ class Steps:
 
         return jax.tree.map(one, *of_steps)
 
-    def first(self, rows: Tree, shard: Tree, scale: jax.Array) -> tuple[Partial, Tree]:
-        """The device's own keys. Also: the shard for what is to be sent after half of the work."""
-        own, own_lse = self.part.forward(rows, shard, scale, is_causal=self.is_causal, is_own=True)
+    def first(self, rows: Tree, shard: Tree, scale: jax.Array) -> Partial:
+        """The device's own keys."""
+        own = self.part.forward(rows, shard, scale, is_causal=self.is_causal, is_own=True)
         if not self.zigzag:
-            return (own, own_lse), shard
-        shard, own_lse = jax.lax.optimization_barrier((shard, own_lse))
+            return own
         (_, late_rows), (early_shard, _) = _halves(rows), _halves(shard)
         part = self.part.forward(late_rows, early_shard, scale, is_causal=False, is_own=False)
-        early, late = _halves((own, own_lse))
-        return _join(early, _merged(late, part)), shard
+        early, late = _halves(own)
+        return _join(early, _merged(late, part))
 
     def add(
         self,
@@ -133,8 +126,8 @@ class Steps:
         shard: Tree,
         scale: jax.Array,
         index: jax.Array,
-    ) -> tuple[Partial, Tree]:
-        """state, and what the step's shard adds to it; the shard as `first` returns it."""
+    ) -> Partial:
+        """state, and what the step's shard adds to it."""
 
         def seen(rows: Tree, shard: Tree) -> Partial:
             return self.part.forward(rows, shard, scale, is_causal=False, is_own=False)
@@ -143,20 +136,19 @@ class Steps:
             return _merged(state, seen(rows, shard))
 
         if not self.is_causal:
-            return plain(state, shard), shard
+            return plain(state, shard)
         from_earlier = index >= step  # else the ring wrapped around, to later parts of the sequence
         if not self.zigzag:
             kept: Partial = jax.lax.cond(from_earlier, plain, lambda s, _: s, state, shard)
-            return kept, shard
+            return kept
         # (late, early) is always visible; then (early, early) or (late, late).
         first, first_lse = seen(_halves(rows)[1], _halves(shard)[0])
-        shard, first_lse = jax.lax.optimization_barrier((shard, first_lse))
         second, second_lse = seen(_either(from_earlier, rows), _either(from_earlier, shard))
         early, late = _halves(state)
         hidden = jnp.full_like(second_lse, -jnp.inf)
         of_early = second, jnp.where(from_earlier, second_lse, hidden)
         of_late = second, jnp.where(from_earlier, hidden, second_lse)
-        return _join(_merged(early, of_early), _merged(late, (first, first_lse), of_late)), shard
+        return _join(_merged(early, of_early), _merged(late, (first, first_lse), of_late))
 
     def first_gradients(
         self, rows: Tree, shard: Tree, scale: jax.Array, whole: Results
@@ -221,13 +213,12 @@ class Steps:
 
 def over(steps: Steps, rows: Tree, shard: Tree, scale: jax.Array, index: jax.Array) -> Partial:
     """The own keys and those of all other devices; out in float32."""
-    state, tied = steps.first(rows, shard, scale)
-    every = steps.every(shard)
+    out, logsumexp = steps.first(rows, shard, scale)
+    held = steps.start(shard)
     for step in range(1, steps.size):
-        shard = steps.next(shard, tied, index, step, every)
-        state, tied = steps.add(step, state, rows, shard, scale, index)
-    out, logsumexp = state
-    return (_whole(out, 1), _whole(logsumexp, 2)) if steps.zigzag else state
+        shard, held, logsumexp = steps.next(held, shard, index, step, logsumexp)
+        out, logsumexp = steps.add(step, (out, logsumexp), rows, shard, scale, index)
+    return (_whole(out, 1), _whole(logsumexp, 2)) if steps.zigzag else (out, logsumexp)
 
 
 def attend(
@@ -295,21 +286,45 @@ def _add_gradients(
     """What all steps add up, each shard's gradient back on its device."""
     # The barrier keeps XLA from taking the shards of the forward pass, which would have to stay.
     shard, whole = jax.lax.optimization_barrier((shard, whole))
-    total = steps.first_gradients(rows, shard, scale, whole)
-    every = steps.every(shard)
-    of_steps = [total.shard]
-    for step in range(1, steps.size):
-        shard = steps.next(shard, shard, index, step, every)
-        if steps.gathered:
-            start = jax.tree.map(jnp.zeros_like, total.shard)
-        else:
-            start = steps.hand_on_gradients(total.shard)
+    own = steps.first_gradients(rows, shard, scale, whole)
+    held, zeros = steps.start(shard), jax.tree.map(jnp.zeros_like, own.shard)
+    shard, held, mine = steps.next(held, shard, index, 1, own.shard)
+    total = own._replace(shard=zeros)
+    total = steps.add_gradients(1, total, rows, shard, scale, whole, index)
+    of_steps = [mine, total.shard]
+    for step in range(2, steps.size):
+        sent = _packed(total.shard)
+        shard, held, sent = steps.next(held, shard, index, step, sent)
+        start = zeros if steps.gathered else _unpacked(steps.hand_on(sent), zeros)
         total = total._replace(shard=start)
         total = steps.add_gradients(step, total, rows, shard, scale, whole, index)
         of_steps.append(total.shard)
     if steps.gathered:
         return total._replace(shard=steps.home(of_steps, index))
-    return total._replace(shard=steps.hand_on_gradients(total.shard))
+    of_others = _unpacked(steps.hand_on(_packed(total.shard)), zeros)
+    return total._replace(shard=_sum(mine, of_others))
+
+
+def _packed(tree: Tree) -> jax.Array:
+    """All arrays of a tree one behind the other: in their dtype, or as bytes where they differ."""
+    arrays = jax.tree.leaves(tree)
+    if len({x.dtype for x in arrays}) > 1:
+        arrays = [jax.lax.bitcast_convert_type(x, jnp.uint8) for x in arrays]
+    return jnp.concatenate([x.reshape(-1) for x in arrays])
+
+
+def _unpacked(packed: jax.Array, like: Tree) -> Tree:
+    """Inverse of `_packed`, for a tree of like's shapes and dtypes."""
+    arrays, start = [], 0
+    for x in jax.tree.leaves(like):
+        width = x.dtype.itemsize // packed.dtype.itemsize
+        end = start + x.size * width
+        shape = x.shape if width == 1 else (*x.shape, width)
+        piece = packed[start:end].reshape(shape)
+        same = piece.dtype == x.dtype
+        arrays.append(piece if same else jax.lax.bitcast_convert_type(piece, x.dtype))
+        start = end
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
 def _once(fn: Callable[..., Any]) -> Callable[..., Any]:
