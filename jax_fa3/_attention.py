@@ -350,15 +350,9 @@ def _whole(function: str, name: str, x: jax.Array) -> jax.Array:
     """x; compiling for several devices raises when they split an axis that XLA would gather."""
     if not _partition.must_be_whole(name):
         return x
-
-    @jax.custom_jvp
-    def checked(x: jax.Array) -> jax.Array:
-        (same,) = _batching.whole(function, name)(x)
-        return same
-
-    @checked.defjvp
-    def rule(primals: Any, tangents: Any) -> Any:
-        return checked(*primals), tangents[0]
-
-    same: jax.Array = checked(x)
+    (checked,) = _batching.whole(function, name)(jax.lax.stop_gradient(x))
+    same: jax.Array = _TANGENT_OF_FIRST.bind(x, checked)
     return same
+
+
+_TANGENT_OF_FIRST: Any = _compat.identity("jax_fa3_same", lambda tangent: tangent)

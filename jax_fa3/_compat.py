@@ -165,10 +165,11 @@ def any_rank(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapped
 
 
-def linear_identity(name: str, on_use: Callable[..., Any]) -> Primitive:
-    """A primitive of one operand and of its type that can be traced, mapped and transposed.
+def linear_identity(name: str, on_use: Callable[..., Any], *, mappable: bool = True) -> Primitive:
+    """A primitive of one operand and of its type that can be traced and transposed.
 
-    Lowering or computing it calls on_use(platforms, **parameters), which is to raise.
+    Lowering or computing it calls on_use(platforms, **parameters), which is to raise; so does
+    mapping it unless it is mappable.
     """
     primitive = Primitive(name)
     primitive.def_abstract_eval(lambda x, **_: x)
@@ -184,7 +185,37 @@ def linear_identity(name: str, on_use: Callable[..., Any]) -> Primitive:
     primitive.def_impl(compute)
     mlir.register_lowering(primitive, lower)
     ad.deflinear2(primitive, lambda cotangent, _, **__: [cotangent])
-    batching.defvectorized(primitive)
+    if mappable:
+        batching.defvectorized(primitive)
+    else:
+        batching.primitive_batchers[primitive] = lambda x, d, **rest: (compute(*x, **rest), d[0])
+    return primitive
+
+
+def identity(name: str, on_tangent: Callable[..., Any]) -> Primitive:
+    """A primitive that returns the last of one or two operands of one type.
+
+    Its tangent is on_tangent(that of the first operand, **parameters). Unlike a custom_jvp it keeps
+    this rule wherever it is differentiated, also when a scan is, twice.
+    """
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda *operands, **_: operands[-1])
+    primitive.def_impl(lambda *operands, **_: operands[-1])
+    mlir.register_lowering(primitive, lambda ctx, *operands, **_: [operands[-1]])
+
+    def jvp(primals: Any, tangents: Any, **parameters: Any) -> Any:
+        tangent = tangents[0]
+        if not isinstance(tangent, ad.Zero):
+            tangent = on_tangent(tangent, **parameters)
+        return primitive.bind(*primals, **parameters), tangent
+
+    def batch(operands: Any, dims: Any, **parameters: Any) -> Any:
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        mapped = [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True)]
+        return primitive.bind(*mapped, **parameters), 0
+
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
     return primitive
 
 

@@ -23,15 +23,7 @@ def on_lowering(x: jax.Array, error: type[Exception], message: str) -> jax.Array
 def reverse_mode_only(x: jax.Array, error: type[Exception], message: str) -> jax.Array:
     """x; its tangent may be transposed, as reverse mode does, but computing it raises."""
 
-    @jax.custom_jvp
-    def identity(x: jax.Array) -> jax.Array:
-        return x
-
-    @identity.defjvp
-    def rule(primals: Any, tangents: Any) -> Any:
-        return primals[0], on_lowering(tangents[0], error, message)
-
-    same: jax.Array = identity(x)
+    same: jax.Array = _GUARD.bind(x, error=error, message=message)
     return same
 
 
@@ -39,5 +31,8 @@ def _raise(platforms: str, error: type[Exception], message: str) -> Any:
     raise error(message.format(platforms=platforms))
 
 
-# Linear in its operand: transposing it leaves nothing, so reverse mode never meets the message.
 _REFUSE: Any = _compat.linear_identity("jax_fa3_refuse", _raise)
+# Linear: transposing it leaves nothing, so reverse mode never meets the message. Nor does it map a
+# tangent; `jax.jacfwd` does, and there JAX's own rules would raise before anything is lowered.
+_REFUSE_TANGENT: Any = _compat.linear_identity("jax_fa3_refuse_tangent", _raise, mappable=False)
+_GUARD: Any = _compat.identity("jax_fa3_reverse_mode_only", _REFUSE_TANGENT.bind)

@@ -239,18 +239,21 @@ class TestControlFlow:
         for policy in policies:
             assert_close(jax.jit(jax.grad(loss(None, policy)))(query), want, 3e-2)
 
-    def test_while_loop(self) -> None:
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_while_loop(self, precision: str) -> None:
         query, key, value = inputs(seqlen_q=7)
+        fn = attend(precision=precision)
 
         def step(state: Any) -> Any:
-            i, x = state
-            return i + 1, attend()(x, key, value)[0]
+            i, x, _ = state
+            return i + 1, *fn(x, key, value)
 
-        _, got = jax.jit(lambda x: jax.lax.while_loop(lambda s: s[0] < 3, step, (0, x)))(query)
-        want = query
+        first = 0, query, jnp.zeros((2, 6, 7), jnp.float32)
+        _, *got = jax.jit(lambda s: jax.lax.while_loop(lambda s: s[0] < 3, step, s))(first)
+        want: Any = (query,)
         for _ in range(3):
-            want = attend()(want, key, value)[0]
-        assert_close(got, want)
+            want = fn(want[0], key, value)
+        assert_close(tuple(got), want)
 
     def test_cond(self) -> None:
         args = inputs()
@@ -259,10 +262,60 @@ class TestControlFlow:
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_donation() -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_donation(precision: str) -> None:
     args = inputs()
-    want = attend()(*args)
-    assert_close(jax.jit(attend(), donate_argnums=(0,))(*args), want)
+    fn = attend(precision=precision)
+    want = fn(*args)
+    grad = jax.grad(loss_of(fn), (0, 1, 2))
+    want_grad = grad(*args)
+    copies = [jnp.array(x) for x in args]
+    assert_close(jax.jit(fn, donate_argnums=(0,))(jnp.array(args[0]), *args[1:]), want)
+    assert_close(jax.jit(grad, donate_argnums=(0, 1, 2))(*copies), want_grad)
+    assert copies[0].is_deleted()
+
+
+def test_float8_inputs_under_every_transformation() -> None:
+    """A cache of float8 keys and values for two layers: scanned over, mapped, in a loop, again."""
+    query = inputs(seqlen_q=7)[0]
+    _, keys, values = (x.astype(jnp.float8_e4m3fn) for x in inputs(lead=(2, 2), seed=3))
+    scales = jnp.array([0.5, 2.0], jnp.float32)
+
+    def layer(x: Any, own: Any) -> Any:
+        key, value, scale = own
+        fn = attend(key_descale=scale, value_descale=0.5)
+        out, logsumexp = fn(x, key, value)
+        return out, logsumexp
+
+    def scanned(x: Any, *cache: Any) -> Any:
+        return jax.lax.scan(jax.checkpoint(layer), x, cache)
+
+    def looped(x: Any, *cache: Any) -> Any:
+        def body(i: Any, x: Any) -> Any:
+            return layer(x, [jax.lax.dynamic_index_in_dim(c, i, keepdims=False) for c in cache])[0]
+
+        return jax.lax.fori_loop(0, 2, body, x)
+
+    cache = keys, values, scales
+    first, lse = layer(query, [x[0] for x in cache])
+    second, lse_2 = layer(first, [x[1] for x in cache])
+    assert_close(jax.jit(scanned)(query, *cache), (second, jnp.stack([lse, lse_2])))
+    assert_close(jax.jit(looped)(query, *cache), second)
+    mapped = jax.jit(jax.vmap(layer, (None, 0)))(query, cache)
+    assert_close(jax.tree.map(lambda x: x[0], mapped), (first, lse))
+
+    def unrolled(x: Any) -> Any:
+        results = []
+        for i in range(2):
+            x, logsumexp = layer(x, [c[i] for c in cache])
+            results.append(logsumexp)
+        return x, jnp.stack(results)
+
+    grad, want = (
+        jax.jit(jax.grad(loss_of(fn)))(query) for fn in (lambda x: scanned(x, *cache), unrolled)
+    )
+    assert_close(grad, want)
+    assert jax.eval_shape(scanned, query, *cache)[0].dtype == query.dtype
 
 
 def test_x64_mode_keeps_the_dtypes() -> None:
@@ -340,65 +393,3 @@ def test_kinds_of_scale_and_window_under_every_transformation(implementation: st
     assert_close(jax.jit(traced)(0.1), want[0.1], 1e-5)
     with pytest.raises(TypeError, match=r"^attention: window_size must be None or a pair"):
         jax.jit(lambda w: attend(window_size=w, **options)(*args))(jnp.array([3, 0]))
-
-
-class TestRefusals:
-    def test_forward_mode_names_the_xla_path(self) -> None:
-        args = inputs()
-        with pytest.raises(NotImplementedError, match=r'forward-mode.*implementation="xla"'):
-            jax.jvp(attend(), args, args)
-        jax.jvp(attend("xla", precision="native"), args, args)
-
-    @pytest.mark.parametrize("mode", ["jvp_of_jit", "jit_of_jvp", "scan", "linearize"])
-    def test_forward_mode_through_other_transformations(self, mode: str) -> None:
-        args = inputs()
-        fn = attend(precision="native")
-
-        def layers(query: Any) -> Any:
-            def layer(x: Any, _: Any) -> Any:
-                return fn(x, *args[1:])[0], None
-
-            return jax.lax.scan(layer, query, None, length=2)[0]
-
-        runs: dict[str, Callable[[], Any]] = {
-            "jvp_of_jit": lambda: jax.jvp(jax.jit(fn), args, args),
-            "jit_of_jvp": lambda: jax.jit(lambda *x: jax.jvp(fn, x, x))(*args),
-            "scan": lambda: jax.jvp(layers, args[:1], args[:1]),
-            "linearize": lambda: jax.linearize(jax.jit(fn), *args)[1](*args),
-        }
-        with pytest.raises(NotImplementedError, match=r"^attention: .* got forward-mode diff"):
-            runs[mode]()
-
-    def test_second_order_names_the_xla_path(self) -> None:
-        query, key, value = inputs()
-
-        def first(implementation: str | None) -> Any:
-            loss = loss_of(attend(implementation, precision="native"))
-            grad = jax.grad(loss)
-            return lambda x: jnp.sum(grad(x, key, value).astype(jnp.float32) ** 2)
-
-        with pytest.raises(NotImplementedError, match=r'second-order.*implementation="xla"'):
-            jax.grad(first(None))(query)
-        with pytest.raises(NotImplementedError, match=r'second-order.*implementation="xla"'):
-            jax.jit(jax.grad(first(None)))(query)
-        assert bool(jnp.any(jax.grad(first("xla"))(query)))
-
-    @pytest.mark.parametrize("implementation", [None, "xla"])
-    def test_float8_gradient_asks_for_16_bit_inputs(self, implementation: str | None) -> None:
-        args = [x.astype(jnp.float8_e4m3fn) for x in inputs()]
-        descales = {"query_descale": 1.0, "key_descale": 1.0, "value_descale": 1.0}
-        loss = loss_of(attend(implementation, **descales))
-        for argument, name in enumerate(("query", "key", "value")):
-            with pytest.raises(TypeError, match=f"attention: {name} must be a 16-bit array"):
-                jax.grad(loss, argument)(*args)
-            with pytest.raises(TypeError, match="Pass 16-bit inputs"):
-                jax.jit(jax.grad(loss, argument))(*args)
-
-    @pytest.mark.parametrize("implementation", [None, "xla"])
-    def test_wide_query_over_float8_keys_has_a_gradient(self, implementation: str | None) -> None:
-        query, key, value = inputs()
-        cache = key.astype(jnp.float8_e4m3fn), value.astype(jnp.float8_e4m3fn)
-        loss = loss_of(attend(implementation, key_descale=1.0, value_descale=1.0))
-        grad = jax.jit(jax.grad(loss))(query, *cache)
-        assert grad.dtype == query.dtype
-        assert bool(jnp.any(grad))
