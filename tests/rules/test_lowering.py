@@ -11,7 +11,7 @@ import pytest
 from rules.support import attend, calls, cuda_text, executions, inputs, loss_of
 
 import jax_fa3
-from jax_fa3 import Quantization
+from jax_fa3 import Quantization, _ffi
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -228,7 +228,11 @@ class TestExport:
         again = jax.export.deserialize(exported.serialize(vjp_order=1))
         assert again.platforms == ("cuda",)
         assert calls(again.mlir_module()) == ["jax_fa3_fwd"]
-        assert again.has_vjp()
+        assert "jax_fa3_bwd" in calls(again.vjp().mlir_module())
+
+    def test_the_names_are_documented(self) -> None:
+        named = re.findall(r'"(jax_fa3_\w+)"', str(jax_fa3.export_disabled_checks.__doc__))
+        assert tuple(named) == _ffi.TARGETS
 
     def test_symbolic_batch(self) -> None:
         (batch,) = jax.export.symbolic_shape("batch")
