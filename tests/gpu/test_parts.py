@@ -18,6 +18,18 @@ from jax_fa3._parts import Float8
 pytestmark = pytest.mark.gpu
 
 SEQLEN, HEADS_Q, HEADS_KV = 200, 4, 2
+# The model rounds probabilities in the backward pass too; the kernels do not. Measured, from
+# out on: 8e-3, 9e-4, 2.4e-2, 2e-2, 2.7e-2, 1e-3, 1.6e-2, 2.8e-2.
+LIMITS = {
+    "out": 2e-2,
+    "logsumexp": 1.5e-3,
+    "dquery": 6e-2,
+    "dkey": 6e-2,
+    "dvalue": 6e-2,
+    "dscale": 2e-2,
+    "dkey of the other shard": 6e-2,
+    "dvalue of the other shard": 6e-2,
+}
 
 
 def both_passes(path: Any, head_dim: int, smooth: bool) -> Any:
@@ -58,18 +70,19 @@ def test_kernels_and_model_agree(head_dim: int, smooth: bool) -> None:
 
     # Keys of both shards lie around different means.
     arrays = [(draw(HEADS_Q), draw(HEADS_KV, mean), draw(HEADS_KV, 0.5)) for mean in (-0.4, 0.6)]
-    rest = (draw(HEADS_Q), jnp.asarray(rng.normal(size=(1, HEADS_Q, SEQLEN)), jnp.float32))
+    # Logsumexps weigh in with one sign. Otherwise the terms of the scale's gradient, one number,
+    # cancel until the model's rounded probabilities are a fifth of what is left (head_dim 64).
+    dlse = jnp.asarray(1 + rng.normal(size=(1, HEADS_Q, SEQLEN)), jnp.float32)
+    rest = (draw(HEADS_Q), dlse)
     got, want = (
         jax.tree.map(
             lambda x: np.asarray(x, np.float64), both_passes(path, head_dim, smooth)(arrays, *rest)
         )
         for path in ("cuda", "xla")
     )
-    errors = [
-        np.linalg.norm(a - b) / np.linalg.norm(b)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    ]
-    # The model rounds probabilities in the backward pass too; the kernels do not.
-    limits = [2e-2, 1e-3] + 6 * [6e-2]
-    assert np.less(errors, limits).all(), errors
-    assert np.isfinite(errors).all()
+    errors = {
+        name: np.linalg.norm(a - b) / np.linalg.norm(b)
+        for name, a, b in zip(LIMITS, jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    }
+    # NaN compares false.
+    assert all(error < LIMITS[name] for name, error in errors.items()), errors
