@@ -292,7 +292,7 @@ def flax_adapters(devices: list[Any], implementation: str, seqlen: int) -> Itera
     cpu = jax.devices("cpu")[0]
     mask = np.tri(seqlen, dtype=bool)[None, None]
     with jax.default_device(cpu):
-        variables = jax.tree.map(np.asarray, plain.init(jax.random.key(0), x))
+        variables = jax.tree.map(np.asarray, jax.jit(plain.init)(jax.random.key(0), x))
 
     def linen_layer(x: Any, dtype: Any, attention_fn: Any = None) -> Any:
         chosen = {} if attention_fn is None else {"attention_fn": attention_fn}

@@ -1,16 +1,20 @@
-"""Everything that needs two GPUs of one host: tests, comparisons with one device, scaling.
+"""Everything that needs two GPUs of one host: comparisons with one device, tests, scaling.
 
 python benchmarks/two_gpus.py --json benchmarks/results/two_gpus.json
 
 Phases, in order:
-  tests     pytest tests/gpu/test_devices.py
-  forward   causal ring attention of 65,536 and 131,072 tokens next to one device; every strategy
-            at the longer one; the transfers alone
-  hidden    the fraction of the ring's transfers that runs during attention, from a trace
   parallel  context_parallel_attention: every strategy, layout and precision, grouped heads
   sharding  batch and heads split under jit (Shardy, GSPMD, explicit mesh) and in shard_map
   flax      linen and nnx layers, the batch split too
+  tests     pytest tests/gpu/test_devices.py
+  example   examples/sharded_lm.py, with the sequence and with the heads split
+  hidden    the fraction of the ring's transfers that runs during attention, from a trace
+  forward   causal ring attention of 65,536 and 131,072 tokens next to one device; every strategy
+            at the longer one; the transfers alone
   backward  forward and backward of the ring
+
+tests and example are programs of their own and start first: they run beside the comparisons, which
+mostly compile. With JAX_COMPILATION_CACHE_DIR set a second run takes half the time.
 
 The file is written after every phase. What --limit leaves no time for is listed in its meta, and
 so is what failed; exit code 1 when anything failed, 2 for bad usage.
@@ -22,6 +26,7 @@ import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
 
 import argparse
 import functools
+import re
 import subprocess
 import sys
 import time
@@ -37,7 +42,8 @@ import ring_scaling
 from jax_fa3._cli import results, text
 
 ROOT = Path(__file__).resolve().parents[1]
-PHASES = ("tests", "forward", "hidden", "parallel", "sharding", "flax", "backward")
+PHASES = ("parallel", "sharding", "flax", "tests", "example", "hidden", "forward", "backward")
+MESHES = ("1,2,1", "1,1,2")  # of the example: data, sequence, model
 Row = dict[str, Any]
 
 
@@ -81,28 +87,78 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run_tests() -> Iterator[Row]:
-    """The tests for several GPUs, in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
-    done = subprocess.run(
-        [*command, "tests/gpu/test_devices.py"], cwd=ROOT, capture_output=True, text=True
-    )
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    summary = lines[-1].strip("= ") if lines else done.stderr.strip()[-200:]
-    if done.returncode:
-        print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")
+class Beside:
+    """A program that runs while this one goes on."""
+
+    def __init__(self, *command: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finish(self) -> tuple[int, str]:
+        """(exit code, output), waited for."""
+        output, _ = self.process.communicate()
+        if self.process.returncode:
+            print(output[-8000:])
+        return self.process.returncode, output
+
+
+def test_row(program: Beside) -> Iterator[Row]:
+    """The tests for several GPUs."""
+    code, output = program.finish()
+    lines = [line for line in output.splitlines() if line.strip()]
+    summary = lines[-1].strip("= ") if lines else ""
     # Skipped tests leave exit code 0.
-    ok = done.returncode == 0 and "passed" in summary and "skipped" not in summary
+    ok = code == 0 and "passed" in summary and "skipped" not in summary
     yield {"kind": "check", "check": "tests/gpu/test_devices.py", "ok": ok, "summary": summary}
 
 
-def steps(flags: argparse.Namespace) -> list[tuple[str, Callable[[], Iterator[Row]]]]:
+def example_rows(programs: dict[str, Beside]) -> Iterator[Row]:
+    """The example on every mesh: it learns, and the same everywhere."""
+    ends: list[float] = []
+    for mesh, program in programs.items():
+        code, output = program.finish()
+        losses = [float(x) for x in re.findall(r"^step \d+: loss ([0-9.]+)$", output, re.M)]
+        ok = code == 0 and len(losses) > 1 and losses[-1] < losses[0] - 0.5
+        ends += losses[-1:]
+        ok = ok and abs(ends[-1] - ends[0]) < 0.05
+        found = re.search(r"^collectives of a step: (.*)$", output, re.M)
+        summary = f"losses {losses}, {found[1] if found else 'no step'}"
+        yield {
+            "kind": "check",
+            "check": f"examples/sharded_lm.py --mesh {mesh}",
+            "ok": ok,
+            "summary": summary,
+        }
+
+
+def start_programs(flags: argparse.Namespace) -> dict[str, dict[str, Beside]]:
+    """The programs of the phases asked for, running; by phase and name."""
+    started: dict[str, dict[str, Beside]] = {}
+    if "tests" in flags.phases:
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+        tests = Beside("-m", "pytest", *options, "tests/gpu/test_devices.py")
+        started["tests"] = {"tests": tests}
+    if "example" in flags.phases:
+        options = ["--steps", "21", *(["--cpu-devices", "2"] if flags.devices == "cpu" else [])]
+        started["example"] = {
+            mesh: Beside("examples/sharded_lm.py", "--mesh", mesh, *options) for mesh in MESHES
+        }
+    return started
+
+
+def steps(
+    flags: argparse.Namespace, started: dict[str, dict[str, Beside]]
+) -> list[tuple[str, Callable[[], Iterator[Row]]]]:
     """(name, rows) of every phase asked for, in order; the name starts with the phase."""
     implementation = "cuda" if flags.devices == "gpu" else "xla"
 
     @functools.cache
     def two() -> list[Any]:
-        # Not before the tests are through: they need the memory.
         found = jax.devices(flags.devices)[:2]
         if len(found) < 2:
             raise RuntimeError(f"needs two devices of platform {flags.devices}; got {found}")
@@ -128,7 +184,9 @@ def steps(flags: argparse.Namespace) -> list[tuple[str, Callable[[], Iterator[Ro
     found: list[tuple[str, Callable[[], Iterator[Row]]]] = []
     for phase in (phase for phase in PHASES if phase in flags.phases):
         if phase == "tests":
-            found.append((phase, run_tests))
+            found.append((phase, lambda: test_row(started["tests"]["tests"])))
+        elif phase == "example":
+            found.append((phase, lambda: example_rows(started["example"])))
         elif phase in checks:
             found.append(
                 (phase, lambda c=checks[phase]: c(two(), implementation, flags.check_seqlen))
@@ -177,25 +235,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = {"seconds": seconds, "failed": failed, "left_out": left_out}
             results.write(flags.json, results.meta(devices=2, link=link(), **found), rows)
 
-    for name, produce in steps(flags):
-        begin = time.monotonic()
-        if begin - start > flags.limit:
-            left_out.append(name)
-            continue
-        print(f"== {name}", flush=True)
-        try:
-            for row in produce():
-                rows.append(row)
-                print(summary_of(row), flush=True)
-                if row.get("ok") is False:
-                    failed.append(row["check"])
-        except Exception as error:  # the other phases are still worth their time
-            traceback.print_exc()
-            failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
-        seconds[name] = round(time.monotonic() - begin, 1)
-        if name != "tests":
+    started = start_programs(flags) if flags.limit > 0 else {}
+    try:
+        for name, produce in steps(flags, started):
+            begin = time.monotonic()
+            if begin - start > flags.limit:
+                left_out.append(name)
+                continue
+            print(f"== {name}", flush=True)
+            try:
+                for row in produce():
+                    rows.append(row)
+                    print(summary_of(row), flush=True)
+                    if row.get("ok") is False:
+                        failed.append(row["check"])
+            except Exception as error:  # the other phases are still worth their time
+                traceback.print_exc()
+                failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+            seconds[name] = round(time.monotonic() - begin, 1)
             save()
-    save()
+    finally:
+        for program in (p for programs in started.values() for p in programs.values()):
+            program.process.kill()
+        save()
     checks = [row for row in rows if row["kind"] == "check"]
     passed = sum(bool(row["ok"]) for row in checks)
     print(f"{passed} of {len(checks)} checks ok; {time.monotonic() - start:.0f} s")
