@@ -185,6 +185,8 @@ FLOAT8_CALLS = {
     "mixed_inputs": ("e4m3", "e5m2", "e4m3", 64, lambda x: x),
     "wide_query": ("bfloat16", "e4m3", "e4m3", 64, lambda x: x),
     "wide_query_f16": ("float16", "e4m3", "e5m2", 128, lambda x: x),
+    "wide_heads": ("e4m3", "e4m3", "e4m3", 256, lambda x: x),
+    "wide_heads_e5m2": ("bfloat16", "e5m2", "e5m2", 256, lambda x: x[0]),
 }
 
 
