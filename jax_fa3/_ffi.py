@@ -49,7 +49,7 @@ PAD_K: Final = 128
 _PAD_BWD: Final = 128
 _ROWS_PER_PART: Final = 64
 # Keys per partial of the channel statistics; one slot more holds their total.
-_KEYS_PER_CHUNK: Final = 256
+_KEYS_PER_CHUNK: Final = 512
 # Scratch of the forward kernels: the counter from which CTAs take their tiles.
 _TILE_COUNTER: Final = ((1,), jnp.int32)
 

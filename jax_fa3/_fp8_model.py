@@ -17,6 +17,8 @@ import numpy as np
 from jax_fa3 import _masks
 from jax_fa3._quantize import (
     FORMAT_MAX,
+    SMALLEST_AMAX,
+    Quantization,
     exact_exp2,
     power_of_two_exponent,
     range_factors,
@@ -27,8 +29,10 @@ from jax_fa3._shapes import Config, Dims, Operands, dims_of, is_float8, uses_had
 LOG2_E = math.log2(math.e)
 # Rows of query and key that share a factor with granularity "block".
 BLOCK = 128
-# Smoothing takes the mean of every _KEY_SAMPLE-th key from a sequence longer than _SHORT_SEQLEN.
+# Means, and the scales of a value's channels, come from one key in _KEY_SAMPLE of a sequence longer
+# than _SHORT_SEQLEN. A value may then be _SAMPLE_ROOM times its channel's largest sampled one.
 _KEY_SAMPLE, _SHORT_SEQLEN = 8, 1024
+_SAMPLE_ROOM = 32.0
 # Stages of the rotation.
 _ROTATION_BITS = (0, 3, 4, 1, 2, 5, 6, 7)
 # Fixed signs of the rotation, bit d for coordinate d, least significant word first.
@@ -218,7 +222,7 @@ def _prepare(operands: Operands, config: Config, dims: Dims) -> _Prepared:
     value_mean = None
     value_factor = operands.value_descale
     if quantization.center_value and not is_float8(operands.value):
-        value_mean = _mean(value, valid)
+        value_mean = _sampled_mean(operands.value, valid)
         value = value - value_mean[:, None]
     rotates = uses_hadamard(config, operands.query, operands.key)
     if rotates:
@@ -277,9 +281,28 @@ def _codes(
     if is_float8(operands.value):
         value, value_descale = power_of_two(prepared.value, value_amax, limit, True)
     else:
-        value_descale, inverse = range_factors(value_amax, limit)
-        value = round_to_format(prepared.value * inverse, quantization.dtype)
+        value, value_descale = _value_codes(prepared.value, value_amax, quantization)
     return query, query_descale, key, key_descale, value, value_descale
+
+
+def _value_codes(
+    value: jax.Array, amax: jax.Array, quantization: Quantization
+) -> tuple[jax.Array, jax.Array]:
+    """Codes and descales of 16-bit values, whose largest magnitudes are amax."""
+    limit = FORMAT_MAX[quantization.dtype]
+
+    def with_range(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        descale, inverse = range_factors(amax, limit)
+        return round_to_format(value * inverse, quantization.dtype), descale
+
+    if quantization.value != "channel" or value.shape[1] <= _SHORT_SEQLEN:
+        return with_range(amax)
+    sampled = jnp.max(jnp.abs(value[:, _sampled_keys(value.shape[1])]), axis=1, keepdims=True)
+    codes, descale = with_range(jnp.maximum(sampled, SMALLEST_AMAX) * np.float32(_SAMPLE_ROOM))
+    # A head with a value beyond the room is scaled for all its values.
+    clips = jnp.any(jnp.abs(codes) == limit, axis=(1, 3), keepdims=True)
+    all_codes, all_descale = with_range(amax)
+    return jnp.where(clips, all_codes, codes), jnp.where(clips, all_descale, descale)
 
 
 def _row_amax(x: jax.Array, granularity: str) -> jax.Array:
@@ -301,17 +324,16 @@ def _row_amax(x: jax.Array, granularity: str) -> jax.Array:
 def _corrected_mean(
     operands: Operands, dims: Dims, prepared: _Prepared, value: jax.Array
 ) -> jax.Array | None:
-    """What is added to the output: the mean of value, less that of the rounded, centred `value`.
+    """What is added to the output: what value was centred by, and the mean of what rounding took.
 
-    Rounding moves the mean of the centred values away from 0. With this the mean over all keys is
-    exact, and what is left of the rounding errors averages out.
+    Rounding moves the mean of the centred values. With this the mean over all keys is exact, and
+    what is left of the rounding errors averages out. `value`: rounded. Non-finite numbers are 0 in
+    it and in prepared.value, so they have no error.
     """
     if prepared.value_mean is None:
         return None
-    # A non-finite number counted as 0 in the mean, so it does here.
-    finite = jnp.isfinite(operands.value.astype(jnp.float32))
-    value = jnp.where(finite, value, -prepared.value_mean[:, None])
-    return prepared.value_mean - _mean(value, _masks.key_valid(operands, dims))
+    errors = prepared.value - value
+    return prepared.value_mean + _mean(errors, _masks.key_valid(operands, dims))
 
 
 def key_mean(key: Any) -> jax.Array:
@@ -320,12 +342,20 @@ def key_mean(key: Any) -> jax.Array:
     return _sampled_mean(key, None)
 
 
-def _sampled_mean(key: Any, valid: jax.Array | None) -> jax.Array:
-    """Any vector leaves softmax as it is, so long sequences are sampled."""
-    if key.shape[1] > _SHORT_SEQLEN:
-        key = key[:, ::_KEY_SAMPLE]
-        valid = valid if valid is None or valid.shape[1] == 1 else valid[:, ::_KEY_SAMPLE]
-    return _mean(finite_part(key)[0], valid)
+def _sampled_mean(x: Any, valid: jax.Array | None) -> jax.Array:
+    """Mean of the keys or values of a sample, where the sequence is long: any vector would do."""
+    if x.shape[1] > _SHORT_SEQLEN:
+        keys = _sampled_keys(x.shape[1])
+        x = x[:, keys]
+        valid = valid if valid is None or valid.shape[1] == 1 else valid[:, keys]
+    return _mean(finite_part(x)[0], valid)
+
+
+def _sampled_keys(seqlen_k: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Which keys are in the sample: in turn of every remainder, as data may have a period."""
+    i = np.arange(-(-seqlen_k // _KEY_SAMPLE), dtype=np.int32)
+    keys = _KEY_SAMPLE * i + i % _KEY_SAMPLE
+    return keys[keys < seqlen_k]
 
 
 def _mean(x: jax.Array, valid: jax.Array | None) -> jax.Array:

@@ -16,6 +16,7 @@ struct QuantizeGrid {
   int finalize_threads;
   int kv_blocks;  // first blocks of the third kernel; the others are q's
   int q_blocks;
+  int q_run;  // tiles of such a block
   // What the kernels would have to divide for.
   int granules;  // of one kv head
   int q_tiles;   // of 128 rows, of one query head
@@ -23,6 +24,16 @@ struct QuantizeGrid {
   int chunks;    // of keys in the statistics
   int group;     // query heads of one kv head
 };
+
+// Tiles of a block, given all tiles: few enough for several blocks to each SM, of which there are 132,
+// and otherwise as many as let a block load ahead.
+inline int quantize_run(int64_t tiles) {
+  constexpr int64_t kBlocks = 512;
+  constexpr int kLongest = 4;
+  return tiles < 2 * kBlocks
+             ? 1
+             : static_cast<int>(tiles / kBlocks < kLongest ? tiles / kBlocks : kLongest);
+}
 
 // False if launch_quantize must refuse `params` (launch.h lists the reasons).
 inline bool make_quantize_grid(const QuantizeParams& params, QuantizeGrid* grid) {
@@ -41,18 +52,21 @@ inline bool make_quantize_grid(const QuantizeParams& params, QuantizeGrid* grid)
   const int64_t q_heads = static_cast<int64_t>(params.batch) * params.num_heads_q;
   if (q_heads > kMaxBlocks || params.seqlen_q > kMaxBlocks - kSlab) return false;
   const int64_t chunks = quantize_chunks(params.seqlen_k);
-  const int64_t kv_blocks = kv_heads * (round_up(params.seqlen_k, kGranule) / kGranule);
-  const int64_t q_blocks = q_heads * (round_up(params.seqlen_q, kGranule) / kGranule);
-  if (kv_blocks + q_blocks > kMaxBlocks || kv_heads * chunks > kMaxBlocks) return false;
+  const int64_t granules = round_up(params.seqlen_k, kGranule) / kGranule;
+  const int64_t q_tiles = round_up(params.seqlen_q, kGranule) / kGranule;
+  if (kv_heads * granules + q_heads * q_tiles > kMaxBlocks || kv_heads * chunks > kMaxBlocks) {
+    return false;
+  }
+  grid->q_run = quantize_run(q_heads * q_tiles);
 
   grid->stats_blocks = static_cast<int>(kv_heads * chunks);
   grid->finalize_blocks = static_cast<int>(kv_heads);
   grid->finalize_threads =
       static_cast<int>(chunks < 1024 / params.head_dim ? chunks * params.head_dim : 1024);
-  grid->kv_blocks = static_cast<int>(kv_blocks);
-  grid->q_blocks = static_cast<int>(q_blocks);
-  grid->granules = static_cast<int>(round_up(params.seqlen_k, kGranule) / kGranule);
-  grid->q_tiles = static_cast<int>(round_up(params.seqlen_q, kGranule) / kGranule);
+  grid->kv_blocks = static_cast<int>(kv_heads * granules);
+  grid->q_blocks = static_cast<int>(q_heads * ((q_tiles + grid->q_run - 1) / grid->q_run));
+  grid->granules = static_cast<int>(granules);
+  grid->q_tiles = static_cast<int>(q_tiles);
   grid->q_rows = static_cast<int>(round_up(params.seqlen_q, kSlab));
   grid->chunks = static_cast<int>(chunks);
   grid->group = params.num_heads_q / params.num_heads_kv;

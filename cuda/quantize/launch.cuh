@@ -25,12 +25,20 @@ cudaError_t launch_quantize_kernels(const QuantizeParams& params, const Quantize
   if (error != cudaSuccess) return error;
   constexpr int kThreads = QuantizeTraits<kHeadDim>::kThreads;
   const int blocks = grid.kv_blocks + grid.q_blocks;
-  if (params.image_kind == ElementKind::kE5m2) {
+  const bool e5m2 = params.image_kind == ElementKind::kE5m2;
+  if (e5m2) {
     quantize<kHeadDim, true, false><<<blocks, kThreads, 0, stream>>>(params, grid);
   } else if (!all_bf16) {
     quantize<kHeadDim, false, false><<<blocks, kThreads, 0, stream>>>(params, grid);
   } else {
     quantize<kHeadDim, false, true><<<blocks, kThreads, 0, stream>>>(params, grid);
+  }
+  error = cudaGetLastError();
+  if (error != cudaSuccess || !has_value_steps(params)) return error;
+  if (e5m2) {
+    finish_values<kHeadDim, true><<<grid.finalize_blocks, kThreads, 0, stream>>>(params, grid);
+  } else {
+    finish_values<kHeadDim, false><<<grid.finalize_blocks, kThreads, 0, stream>>>(params, grid);
   }
   return cudaGetLastError();
 }

@@ -11,11 +11,22 @@
 namespace jax_fa3 {
 
 // Keys whose statistics one CTA of the first kernel gathers.
-inline constexpr int kStatsChunk = 256;
+inline constexpr int kStatsChunk = 512;
 
-// The mean that smoothing takes from the keys is that of every key_sample-th key: softmax does not change
-// by the same vector for all keys, and a sample of a long sequence is as good.
+// The statistics are those of one key in key_sample (a float8 v: of all keys). Any vector may be
+// subtracted from all keys, or from all values and added to the output, so a sample of a long
+// sequence is as good.
 FA3_HOST_DEVICE constexpr int key_sample(int64_t seqlen_k) { return seqlen_k <= 1024 ? 1 : 8; }
+
+// Key i of the sample, and how many there are. In turn they have every remainder, so that data with a period
+// does not deceive.
+FA3_HOST_DEVICE constexpr int64_t sampled_key(int64_t i, int sample) {
+  return i * sample + i % sample;
+}
+FA3_HOST_DEVICE constexpr int64_t sampled_keys(int64_t seqlen_k, int sample) {
+  const int64_t whole = seqlen_k / sample;
+  return whole + (sampled_key(whole, sample) < seqlen_k ? 1 : 0);
+}
 
 // Chunks of keys; the workspace has one slot more.
 FA3_HOST_DEVICE constexpr int64_t quantize_chunks(int64_t seqlen_k) {

@@ -56,23 +56,52 @@ FA3_HOST_DEVICE float pair_high(uint32_t pair, bool is_bf16) {
   return is_bf16 ? bits_float(pair & 0xffff0000u) : pair_low(pair >> 16, false);
 }
 
+// Pair by pair the larger of `magnitudes` and |pair|, as 16 bits each: NaN is the largest.
+FA3_HOST_DEVICE uint32_t larger_magnitudes(uint32_t magnitudes, uint32_t pair) {
+  const uint32_t other = pair & 0x7fff7fffu;
+#if defined(__CUDA_ARCH__)
+  return __vmaxu2(magnitudes, other);
+#else
+  const uint32_t low = magnitudes & 0xffffu, high = magnitudes >> 16;
+  const uint32_t other_low = other & 0xffffu, other_high = other >> 16;
+  return (low > other_low ? low : other_low) | (high > other_high ? high : other_high) << 16;
+#endif
+}
+// Pair by pair the largest of three, as signed 16-bit integers and as unsigned ones: of positive f16 the
+// largest, and, in the unsigned order, of negative ones the farthest from 0.
+FA3_HOST_DEVICE uint32_t largest_signed(uint32_t a, uint32_t b, uint32_t c) {
+#if defined(__CUDA_ARCH__)
+  return __vimax3_s16x2(a, b, c);
+#else
+  const auto larger = [](uint32_t x, uint32_t y) {
+    const auto part = [](uint32_t word, int shift) { return static_cast<int16_t>(word >> shift); };
+    const int low = part(x, 0) > part(y, 0) ? part(x, 0) : part(y, 0);
+    const int high = part(x, 16) > part(y, 16) ? part(x, 16) : part(y, 16);
+    return (static_cast<uint32_t>(low) & 0xffffu) | static_cast<uint32_t>(high) << 16;
+  };
+  return larger(larger(a, b), c);
+#endif
+}
+FA3_HOST_DEVICE uint32_t largest_unsigned(uint32_t a, uint32_t b, uint32_t c) {
+#if defined(__CUDA_ARCH__)
+  return __vimax3_u16x2(a, b, c);
+#else
+  constexpr uint32_t kFlip = 0x80008000u;
+  return largest_signed(a ^ kFlip, b ^ kFlip, c ^ kFlip) ^ kFlip;
+#endif
+}
+// Whether one of two magnitudes is at least `limit`.
+FA3_HOST_DEVICE bool any_reaches(uint32_t magnitudes, uint32_t limit) {
+  return (magnitudes & 0xffffu) >= limit || magnitudes >> 16 >= limit;
+}
+
 // Whether a value of the `kWords` pairs is NaN or Inf.
 template <int kWords>
 FA3_HOST_DEVICE bool has_nonfinite(const uint32_t (&pairs)[kWords], bool is_bf16) {
   uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    const uint32_t magnitudes = pairs[i] & 0x7fff7fffu;
-#if defined(__CUDA_ARCH__)
-    largest = __vmaxu2(largest, magnitudes);
-#else
-    const uint32_t low = magnitudes & 0xffffu, high = magnitudes >> 16;
-    largest = (low > (largest & 0xffffu) ? low : (largest & 0xffffu)) |
-              (high > largest >> 16 ? high : largest >> 16) << 16;
-#endif
-  }
-  const uint32_t limit = is_bf16 ? 0x7f80u : 0x7c00u;
-  return (largest & 0xffffu) >= limit || largest >> 16 >= limit;
+  for (int i = 0; i < kWords; ++i) largest = larger_magnitudes(largest, pairs[i]);
+  return any_reaches(largest, is_bf16 ? 0x7f80u : 0x7c00u);
 }
 
 FA3_HOST_DEVICE bool is_finite(float value) { return fabsf(value) <= FLT_MAX; }
@@ -104,6 +133,14 @@ FA3_HOST_DEVICE int value_exponent(float amax, bool e5m2) {
   return (bits & 0x7fffffu) > 0x600000u ? exponent + 1 : exponent;
 }
 
+// Largest magnitude that a channel of v is scaled for, given that of a sample. A head with a value
+// beyond it (a code is the format's largest number) is quantised again with the magnitudes of all its
+// values. The room costs nothing: below 1/900 of `sampled` e4m3 has a grid of 2^-9 instead of 3 bits.
+FA3_HOST_DEVICE float with_room(float sampled) { return fmaxf(sampled, 0x1p-100f) * 32.0f; }
+
+FA3_HOST_DEVICE float format_max(bool e5m2) { return e5m2 ? 57344.0f : 448.0f; }
+FA3_HOST_DEVICE uint32_t format_max_f16(bool e5m2) { return e5m2 ? 0x7b00u : 0x5f00u; }
+
 struct ValueScale {
   float descale;     // real value = code * descale
   float multiplier;  // code = value * multiplier
@@ -119,7 +156,7 @@ FA3_HOST_DEVICE ValueScale value_scale(float amax, bool v_is_float8, float v_fac
     return {power_of_two(exponent) * v_factor, power_of_two(-exponent)};
   }
   if (amax == 0.0f) return {1.0f, 1.0f};
-  const float range = e5m2 ? 57344.0f : 448.0f;
+  const float range = format_max(e5m2);
   const float bounded = fminf(fmaxf(amax, 0x1p-100f), FLT_MAX);
   return {bounded / range, range / bounded};
 }

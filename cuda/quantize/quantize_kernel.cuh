@@ -14,24 +14,30 @@
 namespace jax_fa3 {
 
 inline constexpr int kQuantizeRows =
-    128;  // rows of a CTA: one granule of k and v, or two slabs of q
-static_assert(kQuantizeRows == kGranule && kQuantizeRows % kSlab == 0, "a CTA owns whole granules");
+    128;  // rows of a tile: one granule of k and v, or two slabs of q
+static_assert(kQuantizeRows == kGranule && kQuantizeRows % kSlab == 0, "a tile is whole granules");
 
-// How a CTA's rows lie in its warps.
+// How a tile's rows lie in a CTA's warps.
 template <int kDim>
 struct QuantizeTraits {
   static constexpr int kHeadDim = kDim;
   static constexpr int kThreads = kHeadDim == 64 ? 128 : 256;
   static constexpr int kCtasPerSm = kHeadDim == 64 ? 4 : kHeadDim == 128 ? 2 : 1;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kPasses = kQuantizeRows / 16 / kWarps;  // of q or k: a warp takes 16 rows
+  static constexpr int kPassRows = 16 * kWarps;  // of q or k: a warp takes 16 rows at a time
+  static constexpr int kPasses = kQuantizeRows / kPassRows;
   // Of v: a warp takes 64 channels of 32 keys.
   static constexpr int kValuePasses = kGranule / 32 * kHeadDim / 64 / kWarps;
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "whole passes");
 
-  // First row of a warp's pass.
+  // First row of this warp in a tile's pass.
   __device__ __forceinline__ static int first_row(int pass) {
-    return (pass * kWarps + static_cast<int>(threadIdx.x) / 32) * 16;
+    return pass * kPassRows + static_cast<int>(threadIdx.x) / 32 * 16;
+  }
+  // First of this lane's channels of v.
+  __device__ __forceinline__ static int value_channel(int pass) {
+    const int thread = static_cast<int>(threadIdx.x);
+    return (pass * (kWarps / 4) + thread / 128) * 64 + thread % 32 / 4 * 8;
   }
 };
 
@@ -40,54 +46,50 @@ template <typename Traits>
 struct QuantizeSmem {
   alignas(16) float k_mean[Traits::kHeadDim];  // in image order
   float amax[Traits::kWarps];                  // of k
-  float code_sums[kGranule / 32]
-                 [Traits::kHeadDim];  // of v, over 32 keys each; then for correct_v_mean
-  uint32_t bad_keys[kGranule];        // written only if v holds a NaN or Inf
-
-  // Copies k_mean from global memory; a barrier must follow.
-  __device__ __forceinline__ void keep_k_mean(const float* mean) {
-    for (int i = static_cast<int>(threadIdx.x); i < Traits::kHeadDim; i += Traits::kThreads) {
-      k_mean[i] = __ldg(mean + i);
-    }
-  }
+  ValueSmem<Traits::kHeadDim> values;
+  uint32_t bad_keys[kGranule];  // written only if v holds a NaN or Inf
 };
 
-// Which (batch, tile, head) a CTA takes: heads fastest. Unsigned, because that divides faster.
+// Which (batch, run of tiles, head) a CTA takes: heads fastest. Unsigned, because that divides faster.
 struct Place {
-  int head, tile, batch;
+  int head, tile, tiles, batch;  // `tiles` from `tile` on
 
-  __device__ __forceinline__ Place(int index, int heads, int tiles) {
+  __device__ __forceinline__ Place(int index, int heads, int all_tiles, int run) {
     const unsigned of_heads = static_cast<unsigned>(index) / static_cast<unsigned>(heads);
+    const unsigned runs = static_cast<unsigned>(all_tiles + run - 1) / static_cast<unsigned>(run);
     head = index - static_cast<int>(of_heads) * heads;
-    batch = static_cast<int>(of_heads / static_cast<unsigned>(tiles));
-    tile = static_cast<int>(of_heads) - batch * tiles;
+    batch = static_cast<int>(of_heads / runs);
+    tile = (static_cast<int>(of_heads) - batch * static_cast<int>(runs)) * run;
+    tiles = all_tiles - tile < run ? all_tiles - tile : run;
   }
 };
 
-// One tile of kQuantizeRows query rows of one (batch, query head).
+// A run of tiles of query rows of one (batch, query head).
 template <typename Traits, bool kE5m2>
-__device__ __forceinline__ void quantize_q_tile(const QuantizeParams& params,
-                                                const QuantizeGrid& grid, int index,
-                                                QuantizeSmem<Traits>& smem) {
+__device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
+                                                 const QuantizeGrid& grid, int index,
+                                                 QuantizeSmem<Traits>& smem) {
   constexpr int kHeadDim = Traits::kHeadDim, kValues = kHeadDim / 4;
-  const Place place(index, params.num_heads_q, grid.q_tiles);
+  const Place place(index, params.num_heads_q, grid.q_tiles, grid.q_run);
   const int64_t first = static_cast<int64_t>(place.tile) * kQuantizeRows;
-  const int end = static_cast<int>(params.seqlen_q - first);  // rows of the tile, perhaps more
-  const int padded_end = (end + kSlab - 1) / kSlab * kSlab;
+  const int rows = params.seqlen_q - static_cast<int>(first);  // perhaps more than the run has
+  const int in_run = place.tiles * kQuantizeRows;
+  const int passes = ((rows < in_run ? rows : in_run) + Traits::kPassRows - 1) / Traits::kPassRows;
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4;
+  int warp_row = Traits::first_row(0);
   const bool hadamard = params.hadamard;
 
-  const RowView q(params.q, params.q_kind, place.batch, params.seqlen_q, params.num_heads_q,
-                  place.head, kHeadDim, first);
-  RowPair<kHeadDim> loaded[Traits::kPasses];
-#pragma unroll
-  for (int pass = 0; pass < Traits::kPasses; ++pass) {
-    loaded[pass].load(q, Traits::first_row(pass), end);
-  }
+  RowView q(params.q, params.q_kind, place.batch, params.seqlen_q, params.num_heads_q, place.head,
+            kHeadDim, first);
+  RowPair<kHeadDim> loaded;
+  loaded.load(q, warp_row, rows);
   const int kv_head = static_cast<unsigned>(place.head) / static_cast<unsigned>(grid.group);
   const bool smooth = params.smooth_key && !is_float8(params.k_kind);
   if (smooth) {
-    smem.keep_k_mean(workspace_slot(params, place.batch, kv_head, grid.chunks) + kMeanK * kHeadDim);
+    if (static_cast<int>(threadIdx.x) < kHeadDim) {
+      smem.k_mean[threadIdx.x] = __ldg(workspace_slot(params, place.batch, kv_head, grid.chunks) +
+                                       kMeanK * kHeadDim + threadIdx.x);
+    }
     __syncthreads();  // the mean is there
   }
   const float factor =
@@ -95,15 +97,29 @@ __device__ __forceinline__ void quantize_q_tile(const QuantizeParams& params,
   const float row_factor = hadamard ? factor / kHeadDim : factor;
   // float8 codes keep their values: the factor goes into the descale.
   const float code_factor = is_float8(q.kind) ? 1.0f : row_factor;
-  const int64_t image_row =
+  int64_t image_row =
       (static_cast<int64_t>(place.batch) * params.num_heads_q + place.head) * grid.q_rows + first;
-  uint8_t* image = params.q_image + image_row * kHeadDim;
 
+#pragma unroll 1
+  for (int pass = 0; pass < passes; ++pass) {
+    keep_in_loop(warp_row);
+    const int end = rows - pass * Traits::kPassRows;  // from the pass on, perhaps more than it has
+    const int padded_end = (end + kSlab - 1) / kSlab * kSlab;
+    loaded.widen(q.kind);
+    // Rotated, a NaN or Inf makes every value of its row one.
+    bool bad_words[2] = {};
+    if (!hadamard) {
 #pragma unroll
-  for (int pass = 0; pass < Traits::kPasses; ++pass) {
-    loaded[pass].widen(q.kind);
+      for (int r = 0; r < 2; ++r) {
+        bad_words[r] = quad_any(loaded.has_nonfinite_words(r, q.is_bf16()));
+      }
+    }
     float y[2][kValues];
-    rotate_rows<kHeadDim>(y, loaded[pass], q.is_bf16(), hadamard);
+    rotate_rows<kHeadDim>(y, loaded, q.is_bf16(), hadamard);
+    if (pass + 1 < passes) {  // on their way during the rest of this pass
+      q.first_row += static_cast<int64_t>(Traits::kPassRows) * q.row_bytes;
+      loaded.load(q, warp_row, end - Traits::kPassRows);
+    }
 
     float shift[2] = {};
     if (smooth) {
@@ -119,15 +135,16 @@ __device__ __forceinline__ void quantize_q_tile(const QuantizeParams& params,
         }
       }
     }
+    // kPassRows rows are whole slabs, or the image's rows lie as in one.
+    uint8_t* image = params.q_image + image_row * kHeadDim;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       bool bad;
       const float amax = row_amax(y[r], code_factor, &bad);
-      // Rotated, a NaN or Inf makes every value of its row one.
-      if (!hadamard) bad |= quad_any(loaded[pass].has_nonfinite_words(r, q.is_bf16()));
+      bad |= bad_words[r];
       if (smooth) shift[r] = quad_sum(shift[r]) * row_factor;
-      const int row = Traits::first_row(pass) + g + 8 * r;
-      if (row >= padded_end) continue;  // the second slab of the last tile may not exist
+      const int row = warp_row + g + 8 * r;
+      if (row >= padded_end) continue;  // the last slabs of the pass may not exist
       const int exponent = operand_exponent(amax, kHeadDim);
       float multiplier = code_factor * power_of_two(-exponent);
       if (exponent < -100 || exponent > 100) {  // the product might leave the normal numbers
@@ -144,6 +161,7 @@ __device__ __forceinline__ void quantize_q_tile(const QuantizeParams& params,
         params.q_shift[image_row + row] = is_padding ? 0.0f : shift[r];
       }
     }
+    image_row += Traits::kPassRows;
   }
 }
 
@@ -154,7 +172,7 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
                                                     const QuantizeGrid& grid, int index,
                                                     QuantizeSmem<Traits>& smem) {
   constexpr int kHeadDim = Traits::kHeadDim, kValues = kHeadDim / 4, kPasses = Traits::kPasses;
-  const Place place(index, params.num_heads_kv, grid.granules);
+  const Place place(index, params.num_heads_kv, grid.granules, 1);
   const int head = place.head, granule = place.tile;
   const int64_t batch = place.batch;
   const int64_t image_granule = (batch * params.num_heads_kv + head) * grid.granules + granule;
@@ -170,11 +188,8 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
   const RowView k(params.k, params.k_kind, batch, params.seqlen_k, params.num_heads_kv, head,
                   kHeadDim, first);
   const int key = ValueBlock::first_key(warp % 4);
-  const auto channel_of = [&](int pass) {
-    return (pass * (Traits::kWarps / 4) + warp / 4) * 64 + g * 8;
-  };
   ValueBlock block;
-  block.load(v, key, end, channel_of(0));
+  block.load(v, key, end, Traits::value_channel(0));
   RowPair<kHeadDim> loaded[kPasses];
   const auto load_k = [&] {
 #pragma unroll
@@ -184,25 +199,27 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
   };
   if constexpr (kHeadDim < 256) load_k();
   const bool smooth = params.smooth_key && !is_float8(params.k_kind);
-  if (smooth) smem.keep_k_mean(results + kMeanK * kHeadDim);
+  if (thread < kHeadDim) {  // there are no fewer threads
+    smem.k_mean[thread] = __ldg(results + kMeanK * kHeadDim + thread);
+    smem.values.center[thread] = __ldg(results + kMeanV * kHeadDim + thread);
+    smem.values.multiplier[thread] = __ldg(results + kMultiplierV * kHeadDim + thread);
+  }
+  __syncthreads();  // the means are there
 
   // v
+  LargestCodes largest = {};
   uint32_t bad_values = 0;  // bit i: of this thread's key i
 #pragma unroll
   for (int pass = 0; pass < Traits::kValuePasses; ++pass) {
-    if (pass > 0) block.load(v, key, end, channel_of(pass));
-    const uint32_t bad = block.nonfinite_keys(v.is_bf16());
-    bad_values |= bad;
-    const bool has_gaps = bad != 0 || kGranule > end;
-    store_value_block<kE5m2>(
-        block, v.is_bf16(), results + kMeanV * kHeadDim, results + kMultiplierV * kHeadDim,
-        params.v_image + image_granule * kHeadDim * kGranule, smem.code_sums[warp % 4],
-        channel_of(pass), key, end, has_gaps, __ballot_sync(0xffffffffu, has_gaps) != 0);
+    if (pass > 0) block.load(v, key, end, Traits::value_channel(pass));
+    block.widen(v.kind);
+    bad_values |= store_value_block<kE5m2, kHeadDim>(
+        block, v.is_bf16(), smem.values, params.v_image + image_granule * kHeadDim * kGranule,
+        smem.values.errors[warp % 4], Traits::value_channel(pass), key, end, largest);
   }
 
   if constexpr (kHeadDim == 256) load_k();  // not before: there are no registers for it
   // k: rotate, centre, largest magnitude of the granule
-  if (smooth) __syncthreads();  // the mean is there
   float y[kPasses][2][kValues];
   bool bad[kPasses][2];
   float amax = 0.0f;
@@ -235,7 +252,7 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
     amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
   if (thread % 32 == 0) smem.amax[warp] = amax;
 
-  // Every warp has left its maximum and its sums.
+  // Every warp has left its maximum and its errors.
   const bool any_bad_value = __syncthreads_or(bad_values != 0) != 0;
   if (any_bad_value) {
     if (thread < kGranule) smem.bad_keys[thread] = 0;
@@ -261,40 +278,24 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
   }
   if (thread == 0) params.k_descale[image_granule] = power_of_two(exponent);
 
-  if (!params.center_value || is_float8(params.v_kind)) return;
-  for (int channel = thread; channel < kHeadDim; channel += Traits::kThreads) {
-    granule_sums<kHeadDim>(params, batch, head, granule)[channel] =
-        (smem.code_sums[0][channel] + smem.code_sums[1][channel]) +
-        (smem.code_sums[2][channel] + smem.code_sums[3][channel]);
+  store_errors<Traits>(params, batch, head, granule, smem.values);
+  if (!is_float8(params.v_kind) && reaches_limit<kE5m2>(largest)) {
+    *reinterpret_cast<int*>(results + kClips * kHeadDim) = 1;  // whoever comes last
   }
-  __syncthreads();  // the sums of this CTA are thread 0's past
-  // Whoever finishes last sees everybody's sums.
-  bool is_last = false;
-  if (thread == 0) {
-    __threadfence();
-    const int done = atomicAdd(reinterpret_cast<int*>(results + kGranulesDone * kHeadDim), 1);
-    is_last = done == grid.granules - 1;
-  }
-  if (__syncthreads_or(is_last) == 0) return;
-  __threadfence();
-  correct_v_mean<Traits>(params, batch, head, results, smem.code_sums[0]);
 }
 
-// quantize: one CTA per granule of k and v, then one per 128 rows of q. Neighbouring CTAs take
-// neighbouring heads, which lie side by side in memory; granules run from the last to the first,
-// because the statistics kernel left the last ones in L2.
+// quantize: one CTA per granule of k and v, then one per run of tiles of q. Neighbouring CTAs take
+// neighbouring heads, which lie side by side in memory.
 // Threads    a warp rotates 16 rows of q or k at a time, or turns 64 channels of 32 keys of v; all of
-//            it stays in registers.
-// Smem       QuantizeSmem.   Barriers (k and v only): one after the maxima and sums are written, two
-//            for correct_v_mean, two more where v holds a NaN or Inf.
+//            it stays in registers. The next rows of q are loaded as soon as these are rotated.
+// Smem       QuantizeSmem.   Barriers: one after the means are there; for k and v one more, after maxima
+//            and errors are written, and two where v holds a NaN or Inf.
 // Traffic    3 bytes an element of q, k and v (float8: 2), none read twice; reads are 16-byte
 //            vectors of whole 64- or 128-byte runs, writes whole 32-byte sectors.
 // Work       instructions per element at head_dim 128. q, k: sign 0.75, mma 0.25, butterfly 3, mean 1,
-//            max 1, scale 1, cast 0.5: 7.5. v: test 1, widen 1, centre 1, scale 1, cast and back 1,
-//            mma 0.1: 5. At 4 TB/s an SM has 23.
+//            max 1, scale 1, cast 0.5: 7.5. v: widen 1, centre 1, scale 1, cast and back 1, max 0.5,
+//            mma 0.25: 5. At 4 TB/s an SM has 23.
 // Numerics   float32 in a fixed order: the same bits on every run, whatever the grid.
-// Last one   the CTA that finishes a head's last granule turns the sums of all granules' codes into
-//            v_mean (correct_v_mean).
 // kAllBf16   q, k and v are bfloat16, which the compiler may then count on.
 template <int kHeadDim, bool kE5m2, bool kAllBf16>
 __global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads,
@@ -306,10 +307,32 @@ __global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads,
   __shared__ QuantizeSmem<Traits> smem;
   const int block = static_cast<int>(blockIdx.x);
   if (block < grid.kv_blocks) {
-    quantize_kv_granule<Traits, kE5m2>(params, grid, grid.kv_blocks - 1 - block, smem);
+    quantize_kv_granule<Traits, kE5m2>(params, grid, block, smem);
   } else {
-    quantize_q_tile<Traits, kE5m2>(params, grid, block - grid.kv_blocks, smem);
+    quantize_q_tiles<Traits, kE5m2>(params, grid, block - grid.kv_blocks, smem);
   }
+}
+
+// finish_values: one CTA per (batch, kv head), after all granules. Quantises v again where a value did not
+// fit its channel's scale (with_room), and turns the sums of all granules' errors into v_mean.
+// Threads    as in quantize; thread % head_dim = channel of the sums.
+// Smem       ValueSmem.   Barriers: one after the centre is there, one after the groups' sums are.
+template <int kHeadDim, bool kE5m2>
+__global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads)
+    finish_values(const QuantizeParams params, const QuantizeGrid grid) {
+  using Traits = QuantizeTraits<kHeadDim>;
+  __shared__ ValueSmem<kHeadDim> smem;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int head = static_cast<int>(blockIdx.x) % params.num_heads_kv;
+  const int batch = static_cast<int>(blockIdx.x) / params.num_heads_kv;
+  const float* results = workspace_slot(params, batch, head, grid.chunks);
+  if (thread < kHeadDim) smem.center[thread] = results[kMeanV * kHeadDim + thread];
+  __syncthreads();  // the centre is there
+  if (value_sample(params) != 1 &&
+      *reinterpret_cast<const int*>(results + kClips * kHeadDim) != 0) {
+    quantize_values_again<Traits, kE5m2>(params, batch, head, smem);
+  }
+  if (params.center_value) correct_v_mean<Traits>(params, batch, head, smem);
 }
 
 }  // namespace jax_fa3

@@ -60,6 +60,13 @@ __device__ __forceinline__ void fill_signs(uint32_t (&signs)[kChunks], int t) {
   }
 }
 
+// The compiler is not to compute in front of a loop what follows from `value` in it: no registers are left
+// for that.
+template <typename Word>
+__device__ __forceinline__ void keep_in_loop(Word& value) {
+  asm volatile("" : "+r"(value));
+}
+
 // The two rows, each column with its sign (kSigned), times the Hadamard matrix, in float32: y[r] is row
 // g + 8 r of the sixteen, its value v the coordinate that rotation.h says.
 template <int kHeadDim, bool kIsBf16, bool kSigned>
@@ -69,9 +76,13 @@ __device__ __forceinline__ void multiply_rows(float (&y)[2][kHeadDim / 4],
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t signs[kChunks] = {};
   if (kSigned) fill_signs<0>(signs, lane % 4);
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) keep_in_loop(signs[i]);
   const uint32_t word = hadamard_word(lane, kIsBf16), negative = word ^ 0x80008000u;
+  // The stage between a chunk's halves is an addition in the accumulators.
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
+    float sum[2][4] = {}, difference[2][4] = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t (&upper)[4] = rows.words[i], (&lower)[4] = rows.words[kChunks + i];
@@ -79,16 +90,19 @@ __device__ __forceinline__ void multiply_rows(float (&y)[2][kHeadDim / 4],
                              with_signs(lower[2 * h], signs[i], 2 * h),
                              with_signs(upper[2 * h + 1], signs[i], 2 * h + 1),
                              with_signs(lower[2 * h + 1], signs[i], 2 * h + 1)};
-      float d[2][4] = {};
-      ptx::mma_m16n8k16<kIsBf16>(d[0], a, word, word);
-      ptx::mma_m16n8k16<kIsBf16>(d[1], a, word, negative);
+      ptx::mma_m16n8k16<kIsBf16>(sum[0], a, word, word);
+      ptx::mma_m16n8k16<kIsBf16>(sum[1], a, word, negative);
+      ptx::mma_m16n8k16<kIsBf16>(difference[0], a, h ? negative : word, h ? negative : word);
+      ptx::mma_m16n8k16<kIsBf16>(difference[1], a, h ? negative : word, h ? word : negative);
+    }
 #pragma unroll
-      for (int c = 0; c < 8; ++c) y[c / 2 % 2][8 * i + 4 * h + c / 4 * 2 + c % 2] = d[c / 4][c % 4];
+    for (int c = 0; c < 8; ++c) {
+      float* value = y[c / 2 % 2] + 8 * i + c / 4 * 2 + c % 2;
+      value[0] = sum[c / 4][c % 4], value[4] = difference[c / 4][c % 4];
     }
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    register_stage<2>(y[r]);
     register_stage<3>(y[r]);
     if constexpr (kHeadDim > 64) register_stage<4>(y[r]);
     if constexpr (kHeadDim > 128) register_stage<5>(y[r]);

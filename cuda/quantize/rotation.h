@@ -5,8 +5,9 @@
 // eight columns 8 (4 i + t).. as chunk i, and holds after the rotation, as value v (bit by bit),
 //   v    0  1  2  3  4  5                           t    0  1
 //   i    0  1  2  5  6  7   of the coordinate i     i    3  4
-// A tensor-core product by a 16 x 16 Hadamard matrix does the stages of bits 0, 3, 4 and 1 at once;
-// those of bits 2, 5, 6 and 7 are butterflies within a lane. No value moves between lanes.
+// Tensor-core products by a 16 x 16 Hadamard matrix do the stages of bits 0, 3, 4 and 1 at once, and
+// added up that of bit 2; those of bits 5, 6 and 7 are butterflies within a lane. No value moves between
+// lanes.
 #pragma once
 
 #include <cstdint>

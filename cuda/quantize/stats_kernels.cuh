@@ -1,5 +1,5 @@
-// First two kernels of the quantiser: means of k and v, scales of v, per (batch, kv head, channel).
-// The mean of k is that of a sample (launch.h: key_sample).
+// First two kernels of the quantiser: means of k and v, scales of v, per (batch, kv head, channel), from
+// a sample (launch.h: key_sample).
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,18 @@ inline constexpr int kFinalizeThreads = 1024;  // at most
 // Rows of a workspace slot [4][head_dim].
 enum WorkspaceRow { kSumK, kSumV, kMinV, kMaxV };
 // Rows of the last slot of each (batch, kv head). kMeanK has the order of an image row, and is rotated
-// where k is. The last row holds an integer: how many granules of the head are quantised.
-enum WorkspaceResult { kMeanK, kMultiplierV, kMeanV, kGranulesDone };
+// where k is. The last row holds an integer: whether a value did not fit.
+enum WorkspaceResult { kMeanK, kMultiplierV, kMeanV, kClips };
+
+// One key in how many counts in the statistics of v.
+FA3_HOST_DEVICE constexpr int value_sample(const QuantizeParams& params) {
+  return is_float8(params.v_kind) ? 1 : key_sample(params.seqlen_k);
+}
+
+// Whether finish_values has something to do.
+FA3_HOST_DEVICE constexpr bool has_value_steps(const QuantizeParams& params) {
+  return !is_float8(params.v_kind) && (params.center_value || value_sample(params) != 1);
+}
 
 // Where slot `slot` (a chunk, or num_chunks for the results) of one kv head starts.
 __device__ __forceinline__ float* workspace_slot(const QuantizeParams& params, int64_t batch,
@@ -102,8 +112,8 @@ __device__ __forceinline__ void gather_rows(ChannelStats& stats, const RowView& 
 // Smem       partial[8 warps][4][head_dim].   Barrier: one, after every warp has written its line.
 // Order      fixed: a thread over its keys, lanes of a warp, warps 0..7. No atomics: two runs agree
 //            in every bit.
-// Traffic    v and the sample of k (when smoothing) once, 2 bytes an element, up to 16 x 16 bytes in
-//            flight a thread; writes 1/32 of that.
+// Traffic    the samples of k (when smoothing) and v once, 2 bytes an element, up to 16 x 16 bytes in
+//            flight a thread; writes one slot.
 // Work       instructions per element: k 2 (widen, add), v 4 (widen, add, min, max); at 4 TB/s an
 //            SM has 15.
 // kAllBf16   k and v are bfloat16, which the compiler may then count on.
@@ -114,8 +124,8 @@ __global__ void __launch_bounds__(kStatsThreads, kHeadDim == 64 ? 3 : 2)
   if (kAllBf16) params.k_kind = params.v_kind = ElementKind::kBf16;
   constexpr int kLanes = kHeadDim / 8;
   constexpr int kRowGroups = kStatsThreads / kLanes;
-  constexpr int kRows = kStatsChunk / kRowGroups;  // of a thread
-  constexpr int kInFlight = kRows < 16 ? kRows : 16;
+  constexpr int kRows = kStatsChunk / kRowGroups;     // of a thread
+  constexpr int kInFlight = kHeadDim == 64 ? 8 : 16;  // as many as there are registers for
   constexpr int kWarps = kStatsThreads / 32;
   __shared__ float partial[kWarps][4][kHeadDim];
 
@@ -147,24 +157,28 @@ __global__ void __launch_bounds__(kStatsThreads, kHeadDim == 64 ? 3 : 2)
   const auto smaller = [](float a, float b) { return fminf(a, b); };
   const auto larger = [](float a, float b) { return fmaxf(a, b); };
 
-  ChannelStats stats;
-  const bool smooth = params.smooth_key && !is_float8(params.k_kind);
-  if (smooth) {
-    const RowView k(params.k, params.k_kind, batch, params.seqlen_k, params.num_heads_kv, head,
-                    kHeadDim, chunk_first);
-    const int sample = key_sample(params.seqlen_k);
+  // Of the chunk's rows that are in the sample.
+  const auto gather = [&](auto extrema, ChannelStats& stats, const void* tensor, ElementKind kind,
+                          int sample) {
+    const RowView view(tensor, kind, batch, params.seqlen_k, params.num_heads_kv, head, kHeadDim,
+                       chunk_first);
     if (sample == 1) {
-      gather_rows<false, kInFlight>(stats, k, row, end, kRowGroups, column);
+      gather_rows<decltype(extrema)::value, kInFlight>(stats, view, row, end, kRowGroups, column);
     } else {
-      gather_rows<false, kRows / 8>(stats, k, row * sample, end, kRowGroups * sample, column);
+      // The remainders repeat within the groups, and within the chunks.
+      static_assert(kRowGroups % 8 == 0 && kStatsChunk % 64 == 0);
+      gather_rows<decltype(extrema)::value, kRows / 8>(stats, view,
+                                                       static_cast<int>(sampled_key(row, sample)),
+                                                       end, kRowGroups * sample, column);
     }
-  } else {
-    stats.clear();
+  };
+  ChannelStats stats;
+  stats.clear();
+  if (params.smooth_key && !is_float8(params.k_kind)) {
+    gather(std::false_type{}, stats, params.k, params.k_kind, key_sample(params.seqlen_k));
   }
   store(kSumK, stats.sum, add);
-  const RowView v(params.v, params.v_kind, batch, params.seqlen_k, params.num_heads_kv, head,
-                  kHeadDim, chunk_first);
-  gather_rows<true, kInFlight>(stats, v, row, end, kRowGroups, column);
+  gather(std::true_type{}, stats, params.v, params.v_kind, value_sample(params));
   store(kSumV, stats.sum, add);
   store(kMinV, stats.low, smaller);
   store(kMaxV, stats.high, larger);
@@ -190,7 +204,7 @@ __global__ void __launch_bounds__(kStatsThreads, kHeadDim == 64 ? 3 : 2)
 // Threads    thread % head_dim = channel; thread group w adds chunks w, w + groups, ...
 // Smem       partial[groups][4][head_dim], then total[4][head_dim], then a mean on its way through the
 //            rotation.   Barriers: one after each is written, two for a stage of the rotation.
-// Traffic    the workspace once: 1/32 of k and v.
+// Traffic    the workspace once.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kFinalizeThreads) finalize_stats(const QuantizeParams params) {
   constexpr int kMaxGroups = kFinalizeThreads / kHeadDim;
@@ -234,9 +248,11 @@ __global__ void __launch_bounds__(kFinalizeThreads) finalize_stats(const Quantiz
   __syncthreads();
 
   // The mean of k, rotated as the rows are: stage by stage in shared memory.
-  const int sample = key_sample(params.seqlen_k);
-  const float count_k = static_cast<float>((params.seqlen_k + sample - 1) / sample);
-  const float mean_k = total[kSumK][channel] / count_k;  // 0 when not smoothing: the sums are 0
+  const auto count = [&](int sample) {
+    return static_cast<float>(sampled_keys(params.seqlen_k, sample));
+  };
+  // 0 when not smoothing: the sums are 0
+  const float mean_k = total[kSumK][channel] / count(key_sample(params.seqlen_k));
   float rotated = params.hadamard && is_negated(channel) ? -mean_k : mean_k;
   for (int stage = 0; params.hadamard && 1 << stage < kHeadDim; ++stage) {
     const int bit = rotation_stage(stage);
@@ -252,10 +268,11 @@ __global__ void __launch_bounds__(kFinalizeThreads) finalize_stats(const Quantiz
   const bool center = params.center_value && !v_is_float8;
   low = total[kMinV][channel];
   high = total[kMaxV][channel];
-  const float mean_v = center ? total[kSumV][channel] / static_cast<float>(params.seqlen_k) : 0.0f;
+  const float mean_v = center ? total[kSumV][channel] / count(value_sample(params)) : 0.0f;
   // Rounding is monotone, so the extremes give the largest magnitude. Without a finite value low >
   // high.
-  const float amax = low > high ? 0.0f : fmaxf(fabsf(high - mean_v), fabsf(low - mean_v));
+  float amax = low > high ? 0.0f : fmaxf(fabsf(high - mean_v), fabsf(low - mean_v));
+  if (value_sample(params) != 1) amax = with_room(amax);
 
   const int64_t kv_head = static_cast<int64_t>(batch) * params.num_heads_kv + head;
   const int64_t place = kv_head * kHeadDim + channel;
@@ -268,7 +285,7 @@ __global__ void __launch_bounds__(kFinalizeThreads) finalize_stats(const Quantiz
   results[kMeanK * kHeadDim + image_position(channel)] = rotated;
   results[kMultiplierV * kHeadDim + channel] = scale.multiplier;
   results[kMeanV * kHeadDim + channel] = mean_v;
-  results[kGranulesDone * kHeadDim + channel] = 0.0f;  // also the integer 0
+  results[kClips * kHeadDim + channel] = 0.0f;  // also the integer 0
 }
 
 }  // namespace jax_fa3

@@ -16,6 +16,10 @@ ROTATION_BITS = (0, 3, 4, 1, 2, 5, 6, 7)
 SIGN_WORDS = (0x9E3779B97F4A7C15, 0xF39CC0605CEDC834, 0x1082276BF3A27251, 0xF86C6A11D0C18E95)
 FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 NAN_CODE = 0x7F
+# Statistics of more than SHORT_SEQLEN keys are those of one in KEY_SAMPLE; a value may then be
+# SAMPLE_ROOM times as large as its channel's largest sampled one.
+KEY_SAMPLE, SHORT_SEQLEN = 8, 1024
+SAMPLE_ROOM = np.float32(32)
 
 
 def is_float8(array: np.ndarray) -> bool:
@@ -122,6 +126,33 @@ def finite_or_zero(array: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(array), array, 0).astype(np.float32)
 
 
+def mean_of(rows: np.ndarray) -> np.ndarray:
+    """Mean of [batch, heads, rows, head_dim] over rows; NaN and Inf count as 0."""
+    return finite_or_zero(rows).mean(2, dtype=np.float64).astype(np.float32)
+
+
+def sampled_keys(seqlen_k: int) -> np.ndarray:
+    """One key in KEY_SAMPLE: the first of the first group, the second of the second, and so on."""
+    return np.array(
+        [key for key in range(seqlen_k) if key // KEY_SAMPLE % KEY_SAMPLE == key % KEY_SAMPLE]
+    )
+
+
+def range_factors(amax: np.ndarray, value_range: float) -> tuple[np.ndarray, np.ndarray]:
+    """(descale, multiplier) that bring magnitudes up to amax into the format's range."""
+    limit = np.float32(value_range)
+    bounded = np.clip(amax, np.float32(2.0**-100), np.finfo(np.float32).max)
+    descale = np.where(amax == 0, 1, bounded / limit).astype(np.float32)
+    return descale, np.where(amax == 0, 1, limit / bounded).astype(np.float32)
+
+
+def value_codes(
+    real: np.ndarray, centred: np.ndarray, multiplier: np.ndarray, dtype: np.dtype
+) -> np.ndarray:
+    """Codes of centred * multiplier; 0 where the value is not finite."""
+    return cast(np.where(np.isfinite(real), centred * multiplier[:, :, None, :], 0), dtype)
+
+
 def quantize(
     q: np.ndarray,
     k: np.ndarray,
@@ -172,14 +203,14 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
 
     smooth = smooth_key and not is_float8(k)
     center = center_value and not is_float8(v)
+    is_long = seqlen_k > SHORT_SEQLEN
+    k_sample = sampled_keys(seqlen_k) if is_long else np.arange(seqlen_k)
+    v_sample = np.arange(seqlen_k) if is_float8(v) else k_sample
     if k_mean is None or not smooth:
-        sample = finite_or_zero(k_real)[:, :, :: 1 if seqlen_k <= 1024 else 8]
-        k_mean = sample.mean(2, dtype=np.float64).astype(np.float32) * np.float32(smooth)
+        k_mean = mean_of(k_real[:, :, k_sample]) * np.float32(smooth)
         k_mean = rotate(k_mean) if hadamard else k_mean
     if v_mean is None or not center:
-        v_mean = finite_or_zero(v_real).mean(2, dtype=np.float64).astype(np.float32) * np.float32(
-            center
-        )
+        v_mean = mean_of(v_real[:, :, v_sample]) * np.float32(center)
 
     # q: one exponent a row
     row_factor = np.repeat(factor.astype(np.float32), group_size, axis=1)[
@@ -213,20 +244,27 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
     # v: one scale a channel
     value_range = float(ml_dtypes.finfo(dtype).max)
     centred = v_real - v_mean[:, :, None, :]
-    amax = np.where(np.isfinite(v_real), np.abs(centred), 0).max(2)
+    magnitudes = np.where(np.isfinite(v_real), np.abs(centred), 0)
+    amax = magnitudes.max(2)
     if is_float8(v):
         v_exponent = value_exponent(amax, value_range)
         v_descale = (np.ldexp(np.float32(1), v_exponent) * v_factor[..., None]).astype(np.float32)
         multiplier = np.ldexp(np.float32(1), -v_exponent)
+        v_codes = value_codes(v_real, centred, multiplier, dtype)
     else:
-        bounded = np.maximum(amax, np.float32(2.0**-100))
-        v_descale = np.where(amax == 0, 1, bounded / np.float32(value_range)).astype(np.float32)
-        multiplier = np.where(amax == 0, 1, np.float32(value_range) / bounded).astype(np.float32)
-    v_codes = cast(np.where(np.isfinite(v_real), centred * multiplier[:, :, None, :], 0), dtype)
+        sampled = np.maximum(magnitudes[:, :, v_sample].max(2), np.float32(2.0**-100))
+        sampled = sampled * SAMPLE_ROOM if is_long else amax
+        v_descale, multiplier = range_factors(sampled, value_range)
+        v_codes = value_codes(v_real, centred, multiplier, dtype)
+        # A head with a value beyond the room is scaled for all its values.
+        largest = np.abs(v_codes.view(dtype).astype(np.float32)).max((2, 3))
+        clips = (largest == value_range)[..., None] & is_long
+        v_descale, multiplier = range_factors(np.where(clips, amax, sampled), value_range)
+        v_codes = value_codes(v_real, centred, multiplier, dtype)
 
-    # the mean that the rounded values add by themselves; NaN counts as the 0 it was in v_mean
+    # What the rounding of values takes from their mean; a NaN does not count.
     rounded = v_codes.view(dtype).astype(np.float64) * v_descale[:, :, None, :]
-    of_codes = np.where(np.isfinite(v_real), rounded, -v_mean[:, :, None, :]).mean(2)
+    errors = np.where(np.isfinite(v_real), centred - rounded, 0).mean(2)
 
     return {
         "q_image": swizzle_rows(pad_axis(codes, 2, SLAB), SLAB),
@@ -236,7 +274,7 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
         "k_descale": np.ldexp(np.float32(1), k_exponent).astype(np.float32),
         "v_image": value_granules(pad_axis(v_codes, 2, GRANULE)),
         "v_descale": v_descale,
-        "v_mean": (v_mean - (of_codes if center else 0)).astype(np.float32),
+        "v_mean": (v_mean + (errors if center else 0)).astype(np.float32),
         "k_mean": k_mean.astype(np.float32),
     }
 

@@ -68,6 +68,15 @@ def cases() -> list[Case]:
         Case(seqlen_k=2049, head_dim=128, group_size=1, batch=1),  # five chunks of statistics
         Case(seqlen_k=2049, head_dim=64, group_size=1, batch=1, v_dtype="e4m3"),
         Case(seqlen_k=2049, head_dim=256, group_size=1, batch=1),
+        # statistics of a sample, and values that do not fit the scales made of it
+        *(
+            Case(seqlen_k=1300, head_dim=head_dim, group_size=1, batch=1, v_dtype=dtype, data=data)
+            for data in ("biased", "bad", "beyond")
+            for head_dim, dtype in ((64, "bf16"), (128, "f16"), (256, "bf16"))
+        ),
+        Case(seqlen_k=1300, batch=1, image_dtype="e5m2", data="beyond"),
+        Case(seqlen_k=1300, batch=1, data="beyond", center_value=False),
+        Case(seqlen_k=1300, batch=1, data="zeros"),
         # data
         *(
             Case(
@@ -149,6 +158,10 @@ def _values(rng: np.random.Generator, case: Case, shape: tuple[int, ...]) -> np.
         x[:] = x[:, :1]  # all rows alike: what is left after centring is (nearly) nothing
     elif case.data == "tiny":
         x *= 2.0**-22 if "f16" in (case.q_dtype, case.k_dtype) else 2.0**-128
+    elif case.data == "beyond":
+        if shape[1] > 1001:
+            x[:, :, -1, 6] = 0
+            x[:, 1001, -1, 5:7] = 2000, 1e-3  # of one head; not in the sample
     elif case.data == "huge":
         x *= 1e36  # bfloat16 only
     return x

@@ -2,7 +2,7 @@
 // only.
 //
 // Served: threadIdx/blockIdx/blockDim.x, __shared__, __syncthreads(_or), __shfl_xor_sync,
-// __ballot_sync and mma_m16n8k16 by whole warps, __ldg, __ldcs, __ldcg, __threadfence, atomicAdd. A
+// __ballot_sync and mma_m16n8k16 by whole warps, __ldg, __ldcs, __ldcg, atomicMax. A
 // collective that some thread of its warp or block never reaches is reported, not waited for.
 #pragma once
 
@@ -250,10 +250,9 @@ T __ldcg(const T* address) {
 }
 
 // One block and one thread at a time.
-inline void __threadfence() {}
-inline int atomicAdd(int* address, int value) {
+inline int atomicMax(int* address, int value) {
   const int before = *address;
-  *address += value;
+  *address = before > value ? before : value;
   return before;
 }
 template <typename T>

@@ -55,6 +55,11 @@ void run_kernels(const QuantizeParams& params, const QuantizeGrid& grid) {
       quantize<kHeadDim, false, true>(params, grid);
     }
   });
+  if (!has_value_steps(params)) return;
+  cuda_on_host::launch(grid.finalize_blocks, QuantizeTraits<kHeadDim>::kThreads, [&] {
+    params.image_kind == ElementKind::kE5m2 ? finish_values<kHeadDim, true>(params, grid)
+                                            : finish_values<kHeadDim, false>(params, grid);
+  });
 }
 
 // q, k, v: the arrays' bytes, last axis in bytes: [batch, seqlen, heads, head_dim * itemsize].

@@ -24,6 +24,11 @@ CASES = [
     Case(q_dtype="e4m3", k_dtype="e4m3", v_dtype="e4m3", hadamard=False),
     Case(q_dtype="bf16", k_dtype="e5m2", v_dtype="e5m2", hadamard=False, data="bad"),
     Case(v_dtype="e4m3"),
+    # scales made of a sample, and values beyond them
+    Case(seqlen_k=1300, data="biased"),
+    Case(seqlen_k=1300, data="bad", image_dtype="e5m2"),
+    Case(seqlen_k=1300, data="beyond"),
+    Case(seqlen_k=1300, data="beyond", center_value=False),
 ]
 
 

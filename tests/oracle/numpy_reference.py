@@ -246,11 +246,11 @@ def quantize(
     v_mean = np.zeros((b, hk, v.shape[-1]), np.float32)
     for ib, ik in np.ndindex(b, hk):
         k_mean = np.zeros(d, np.float32)
+        sample = [j for j in range(sk) if sk <= 1024 or j // 8 % 8 == j % 8]
         if smooth_key and key.dtype not in FLOAT8:
-            sample = k[ib, :: 8 if sk > 1024 else 1, ik].astype(np.float64)
-            k_mean = sample.mean(axis=0).astype(np.float32)
+            k_mean = k[ib, sample, ik].astype(np.float64).mean(axis=0).astype(np.float32)
         if center_value and value.dtype not in FLOAT8:
-            v_mean[ib, ik] = v[ib, :, ik].astype(np.float64).mean(axis=0)
+            v_mean[ib, ik] = v[ib, sample, ik].astype(np.float64).mean(axis=0)
         for ih in range(ik * group, (ik + 1) * group):
             y = q[ib, :, ih]
             if query.dtype not in FLOAT8:
@@ -269,8 +269,13 @@ def quantize(
             k_descale[ib, ik, granule] = step
         y = v[ib, :, ik] - v_mean[ib, ik]
         limit = np.float32(FORMATS[format_name][1])
+        largest = np.abs(y).max(axis=0)
+        if sk > 1024 and value.dtype not in FLOAT8:
+            roomy = 32 * np.maximum(np.abs(y[sample]).max(axis=0), np.float32(2.0**-100))
+            if np.abs(cast(y * (limit / roomy), format_name)).max() < limit:
+                largest = roomy
         for channel in range(v.shape[-1]):
-            amax = np.abs(y[:, channel]).max()
+            amax = largest[channel]
             if amax == 0:
                 continue
             if value.dtype in FLOAT8:
@@ -281,10 +286,9 @@ def quantize(
                 v_out[ib, :, ik, channel] = cast(y[:, channel] * (limit / amax), format_name)
                 v_scale[ib, ik, channel] = amax / limit
         if center_value and value.dtype not in FLOAT8:
-            rounded = v_out[ib, :, ik].astype(np.float64) * v_scale[ib, ik]
-            # NaN counts as the 0 that it was in the mean.
-            finite = np.isfinite(value[ib, :, ik].astype(np.float64))
-            v_mean[ib, ik] -= np.where(finite, rounded, -v_mean[ib, ik]).mean(axis=0)
+            v_mean[ib, ik] += (y - v_out[ib, :, ik].astype(np.float64) * v_scale[ib, ik]).mean(
+                axis=0
+            )
         if value_descale is not None:
             v_scale[ib, ik] *= value_descale[ib, ik]
     return Quantized(q_out, q_descale, q_shift, k_out, k_descale, v_out, v_scale, v_mean)

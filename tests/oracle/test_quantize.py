@@ -203,6 +203,33 @@ def test_operands_against_numpy(name: str, format_name: Any, dtype: np.dtype) ->
     assert np.abs(got.key).max() <= 16
 
 
+def test_long_sequences_take_their_scales_from_a_sample() -> None:
+    """Of one key in eight; a head with a value beyond 32 times as much is scaled anew."""
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((1, 3, 2, 64))
+    k, v = rng.standard_normal((2, 1, 1100, 2, 64))
+    v += 3 * rng.standard_normal((1, 1, 2, 64))
+    v[:, 5, 0, 7] = 20  # inside the room
+    v[:, 12, 1, 7] = 2000  # outside
+    inputs = {
+        name: x.astype(cases.BFLOAT16) for name, x in (("query", q), ("key", k), ("value", v))
+    }
+    got, expected = helpers.quantized(**inputs), oracle.quantize(**inputs)
+    np.testing.assert_allclose(got.value_descale, expected.value_descale, rtol=1e-5)
+    np.testing.assert_allclose(got.value_mean, expected.value_mean, rtol=2e-5, atol=2e-6)
+    assert (got.value != expected.value).mean() < 2e-4
+    largest = np.abs(got.value).max(axis=(0, 1, 3))
+    assert largest[0] < 448
+    assert largest[1] == 448
+    # As close to the values, and with their mean, as when all of them set the scales.
+    value = inputs["value"].astype(np.float64)
+    back = got.value.astype(np.float64) * got.value_descale[:, None] + got.value_mean[:, None]
+    centred = value - value.mean(axis=1, keepdims=True)
+    error, size = (np.square(x).sum(axis=(0, 1, 3)) for x in (back - value, centred))
+    assert (np.sqrt(error / size) < 0.04).all()
+    np.testing.assert_allclose(back.mean(axis=1), value.mean(axis=1), atol=1e-5)
+
+
 def test_float8_codes_keep_their_value() -> None:
     """Powers of two only: codes times descale give back the input, 2^-14 of the maximum aside."""
     inputs = cases.make_inputs(cases.by_name("plain"), cases.E4M3)
