@@ -68,6 +68,7 @@ CALLS = (
     Call("native causal", 333, 517, "bf16", {**NATIVE, **CAUSAL}),
     Call("native f16 top left", 205, 131, "f16", {**NATIVE, **TOP_LEFT}),
     Call("one key", 5, 1, "bf16", fp8()),
+    Call("exact sampled", 37, 1100, "bf16", fp8()),
     Call("exact many tiles", 21, 150, "bf16", {**fp8(), **CAUSAL}, MANY),
     Call("native many tiles", 21, 150, "bf16", {**NATIVE, **CAUSAL}, MANY),
 )

@@ -67,6 +67,18 @@ def test_more_than_65535_batch_heads():
         np.testing.assert_array_equal(last.view(alone[name].dtype), alone[name], name)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_runs_of_query_tiles(head_dim):
+    """With so many tiles that a CTA takes several, a batch comes out as it does alone."""
+    case = Case(seqlen_q=700, seqlen_k=65, head_dim=head_dim, batch=90)
+    inputs = [jnp.asarray(x) for x in quantize_data.make(case)]
+    many = as_numpy(quantize(case, *inputs))
+    for batch in (0, 41, 89):
+        alone = as_numpy(quantize(case, *(x[batch : batch + 1] for x in inputs)))
+        for name, result in alone.items():
+            np.testing.assert_array_equal(many[name][batch : batch + 1], result, name)
+
+
 @pytest.mark.slow
 def test_tensors_over_2_to_the_31_elements():
     """Rows beyond the 2^31st element of q, k and v come out as in a short call."""

@@ -62,11 +62,12 @@ void run_kernels(const QuantizeParams& params, const QuantizeGrid& grid) {
   });
 }
 
-// q, k, v: the arrays' bytes, last axis in bytes: [batch, seqlen, heads, head_dim * itemsize].
+// q, k, v: the arrays' bytes, last axis in bytes: [batch, seqlen, heads, head_dim * itemsize]. q_run: tiles of
+// q in a block; 0 for as many as the launch gives it.
 py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
                           const std::string& k_dtype, const std::string& v_dtype,
                           const std::string& image_dtype, Floats factor, Floats v_factor,
-                          bool hadamard, bool smooth_key, bool center_value) {
+                          bool hadamard, bool smooth_key, bool center_value, int q_run) {
   QuantizeParams params{};
   params.q_kind = kind_of(q_dtype), params.k_kind = kind_of(k_dtype),
   params.v_kind = kind_of(v_dtype);
@@ -80,6 +81,10 @@ py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
   QuantizeGrid grid;
   if (!make_quantize_grid(params, &grid))
     throw std::invalid_argument("quantize_on_host: refused by the launch.");
+  if (q_run != 0) {
+    grid.q_run = q_run;
+    grid.q_blocks = params.batch * params.num_heads_q * ((grid.q_tiles + q_run - 1) / q_run);
+  }
 
   const auto guarded = [](const void* data, size_t bytes) {
     auto buffer = std::make_unique<GuardedBuffer>(bytes);

@@ -12,9 +12,9 @@ from gpu import image_model, quantize_data
 from gpu.quantize_data import Case
 
 
-def run_on_host(host, case, q, k, v, factor, v_factor):
+def run_on_host(host, case, q, k, v, factor, v_factor, q_run=0):
     """Results as arrays, images as uint8, with the means out of the workspace."""
-    raw = raw_results(host, case, q, k, v, factor, v_factor)
+    raw = raw_results(host, case, q, k, v, factor, v_factor, q_run)
     rows = int(host.round_up(case.seqlen_q, 64))
     keys = int(host.round_up(case.seqlen_k, 128))
     q_lead = (case.batch, case.num_heads_kv * case.group_size)
@@ -40,7 +40,7 @@ def run_on_host(host, case, q, k, v, factor, v_factor):
     return results
 
 
-def raw_results(host, case, q, k, v, factor, v_factor):
+def raw_results(host, case, q, k, v, factor, v_factor, q_run=0):
     """What the kernels write, as bytes by name."""
 
     def as_bytes(x):
@@ -55,6 +55,7 @@ def raw_results(host, case, q, k, v, factor, v_factor):
         case.hadamard,
         case.smooth_key,
         case.center_value,
+        q_run,
     )
 
 
@@ -185,6 +186,18 @@ def test_check_rejects_wrong_images(host):
     ):
         with pytest.raises(AssertionError):
             quantize_data.check(case, results | {name: change(results[name])}, model, exact=False)
+
+
+@pytest.mark.parametrize(("head_dim", "seqlen_q"), [(64, 577), (128, 577), (256, 300)])
+def test_runs_of_query_tiles(host, head_dim, seqlen_q):
+    """However many tiles of q a block takes, the bits are the same."""
+    case = Case(seqlen_q=seqlen_q, seqlen_k=130, head_dim=head_dim, batch=1, data="bad")
+    inputs = quantize_data.make(case)
+    single = run_on_host(host, case, *inputs, q_run=1)
+    for q_run in (2, 3, 8):
+        several = run_on_host(host, case, *inputs, q_run=q_run)
+        for name in ("q_image", "q_descale", "q_shift"):
+            np.testing.assert_array_equal(several[name], single[name], f"{name}, runs of {q_run}")
 
 
 def test_two_batches_do_not_mix(host):
