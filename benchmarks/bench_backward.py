@@ -27,7 +27,12 @@ from jax_fa3._cli.contenders import Contender, Unavailable
 from jax_fa3._cli.grid import Shape
 from jax_fa3._cli.timing import Side, jax_side
 
-OURS = ("native", "accurate", "fast")
+OURS = (
+    "native",
+    "deterministic",
+    "accurate",
+    "fast",
+)  # deterministic: native that repeats bit by bit
 KINDS = ("bwd", "step")
 JAX_RIVALS = tuple(
     key for key, r in RIVALS.items() if isinstance(r, JaxRival) and key != "cudnn_fp8"
@@ -75,6 +80,10 @@ def gradients(function: Callable[..., Any], shape: Shape, kind: str) -> Side:
 def ours(preset: str, kind: str) -> Contender:
     """`jax_fa3.attention` differentiated; the XLA path where no kernel runs."""
     runs = contenders.kernels_run()
+    native = preset in ("native", "deterministic")
+    keywords = options("native" if native else preset)
+    if preset == "deterministic":
+        keywords["deterministic"] = True
 
     def build(shape: Shape) -> Side:
         def call(q: Any, k: Any, v: Any) -> Any:
@@ -84,16 +93,15 @@ def ours(preset: str, kind: str) -> Contender:
                 v,
                 is_causal=shape.is_causal,
                 implementation="cuda" if runs else "xla",
-                **options(preset),
+                **keywords,
             )
 
         return gradients(call, shape, kind)
 
-    native = preset == "native"
     return Contender(
         impl="jax_fa3" if runs else "jax_fa3_xla",
         precision="bf16" if native else "fp8",
-        preset=None if native else preset,
+        preset=None if preset == "native" else preset,
         with_quantize=not native,
         build=build,
     )
