@@ -103,9 +103,9 @@ RULES = (
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA", "HGMMA"),
     ),
     Rule(
-        family="rotation",  # multiplies by a Hadamard matrix, a product too small for wgmma
-        pattern=r"fa3(::|8)(quantize|unrotate)[<I]",
-        at_least=12,
+        family="rotation",  # products with a Hadamard matrix or with ones, too small for wgmma
+        pattern=r"fa3(::|8|13)(quantize|unrotate|finish_values)[<I]",
+        at_least=18,
         required=(("HMMA",),),
         forbidden=(*SPILLS, "IMMA", "QMMA", "QGMMA", "HGMMA"),
     ),

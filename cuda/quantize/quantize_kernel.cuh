@@ -65,7 +65,7 @@ struct Place {
 };
 
 // A run of tiles of query rows of one (batch, query head).
-template <typename Traits, bool kE5m2>
+template <typename Traits, bool kE5m2, bool kAllBf16>
 __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
                                                  const QuantizeGrid& grid, int index,
                                                  QuantizeSmem<Traits>& smem) {
@@ -75,7 +75,6 @@ __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
   const int rows = params.seqlen_q - static_cast<int>(first);  // perhaps more than the run has
   const int in_run = place.tiles * kQuantizeRows;
   const int passes = ((rows < in_run ? rows : in_run) + Traits::kPassRows - 1) / Traits::kPassRows;
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4;
   int warp_row = Traits::first_row(0);
   const bool hadamard = params.hadamard;
 
@@ -103,12 +102,14 @@ __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
 #pragma unroll 1
   for (int pass = 0; pass < passes; ++pass) {
     keep_in_loop(warp_row);
+    const int lane = lane_in_loop(), g = lane / 4;
     const int end = rows - pass * Traits::kPassRows;  // from the pass on, perhaps more than it has
     const int padded_end = (end + kSlab - 1) / kSlab * kSlab;
     loaded.widen(q.kind);
-    // Rotated, a NaN or Inf makes every value of its row one.
+    // Rotated, a NaN or Inf makes every value of its row one. Else it is looked for, in the words or in the
+    // values: whichever spills no registers.
     bool bad_words[2] = {};
-    if (!hadamard) {
+    if (!kAllBf16 && !hadamard) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         bad_words[r] = quad_any(loaded.has_nonfinite_words(r, q.is_bf16()));
@@ -142,6 +143,7 @@ __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
       bool bad;
       const float amax = row_amax(y[r], code_factor, &bad);
       bad |= bad_words[r];
+      if (kAllBf16 && !hadamard) bad |= quad_any(has_nonfinite_values(y[r]));
       if (smooth) shift[r] = quad_sum(shift[r]) * row_factor;
       const int row = warp_row + g + 8 * r;
       if (row >= padded_end) continue;  // the last slabs of the pass may not exist
@@ -309,7 +311,7 @@ __global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads,
   if (block < grid.kv_blocks) {
     quantize_kv_granule<Traits, kE5m2>(params, grid, block, smem);
   } else {
-    quantize_q_tiles<Traits, kE5m2>(params, grid, block - grid.kv_blocks, smem);
+    quantize_q_tiles<Traits, kE5m2, kAllBf16>(params, grid, block - grid.kv_blocks, smem);
   }
 }
 
@@ -318,7 +320,7 @@ __global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads,
 // Threads    as in quantize; thread % head_dim = channel of the sums.
 // Smem       ValueSmem.   Barriers: one after the centre is there, one after the groups' sums are.
 template <int kHeadDim, bool kE5m2>
-__global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads)
+__global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads, 1)
     finish_values(const QuantizeParams params, const QuantizeGrid grid) {
   using Traits = QuantizeTraits<kHeadDim>;
   __shared__ ValueSmem<kHeadDim> smem;

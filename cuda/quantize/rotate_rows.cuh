@@ -10,6 +10,19 @@
 
 namespace jax_fa3 {
 
+// The compiler is not to compute in front of a loop what follows from `value` in it: no registers are left
+// for that.
+template <typename Word>
+__device__ __forceinline__ void keep_in_loop(Word& value) {
+  asm volatile("" : "+r"(value));
+}
+
+__device__ __forceinline__ int lane_in_loop() {
+  int lane = static_cast<int>(threadIdx.x) % 32;
+  keep_in_loop(lane);
+  return lane;
+}
+
 // Rows g and g + 8 of sixteen, as a lane loads them.
 template <int kHeadDim>
 struct RowPair {
@@ -18,7 +31,7 @@ struct RowPair {
 
   // Instead of a row that is not below `end`, the last one that is.
   __device__ __forceinline__ void load(const RowView& view, int first_row, int end) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+    const int lane = lane_in_loop(), g = lane / 4, t = lane % 4;
     with_element_bytes(view.kind, [&](auto bytes) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -60,24 +73,15 @@ __device__ __forceinline__ void fill_signs(uint32_t (&signs)[kChunks], int t) {
   }
 }
 
-// The compiler is not to compute in front of a loop what follows from `value` in it: no registers are left
-// for that.
-template <typename Word>
-__device__ __forceinline__ void keep_in_loop(Word& value) {
-  asm volatile("" : "+r"(value));
-}
-
 // The two rows, each column with its sign (kSigned), times the Hadamard matrix, in float32: y[r] is row
 // g + 8 r of the sixteen, its value v the coordinate that rotation.h says.
 template <int kHeadDim, bool kIsBf16, bool kSigned>
 __device__ __forceinline__ void multiply_rows(float (&y)[2][kHeadDim / 4],
                                               const RowPair<kHeadDim>& rows) {
   constexpr int kChunks = RowPair<kHeadDim>::kChunks;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = lane_in_loop();
   uint32_t signs[kChunks] = {};
   if (kSigned) fill_signs<0>(signs, lane % 4);
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) keep_in_loop(signs[i]);
   const uint32_t word = hadamard_word(lane, kIsBf16), negative = word ^ 0x80008000u;
   // The stage between a chunk's halves is an addition in the accumulators.
 #pragma unroll
@@ -160,11 +164,20 @@ __device__ __forceinline__ float row_amax(const float (&y)[kValues], float facto
   return amax;
 }
 
+// Whether one of a lane's values is NaN or Inf.
+template <int kValues>
+__device__ __forceinline__ bool has_nonfinite_values(const float (&y)[kValues]) {
+  float poison = 0.0f;
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) poison = fmaf(y[v], 0.0f, poison);
+  return poison != 0.0f;
+}
+
 // A lane's values times `multiplier` as codes, to their place in row `row` of an image's tile.
 template <int kHeadDim, int kGroupRows, bool kE5m2>
 __device__ __forceinline__ void store_codes(uint8_t* tile, int row, const float (&y)[kHeadDim / 4],
                                             float multiplier, bool all_nan, bool all_zero) {
-  const int t = static_cast<int>(threadIdx.x) % 4;
+  const int t = lane_in_loop() % 4;
 #pragma unroll
   for (int m = 0; m < kHeadDim / 64; ++m) {
     const float* x = y + 16 * m;

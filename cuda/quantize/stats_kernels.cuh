@@ -124,8 +124,8 @@ __global__ void __launch_bounds__(kStatsThreads, kHeadDim == 64 ? 3 : 2)
   if (kAllBf16) params.k_kind = params.v_kind = ElementKind::kBf16;
   constexpr int kLanes = kHeadDim / 8;
   constexpr int kRowGroups = kStatsThreads / kLanes;
-  constexpr int kRows = kStatsChunk / kRowGroups;     // of a thread
-  constexpr int kInFlight = kHeadDim == 64 ? 8 : 16;  // as many as there are registers for
+  constexpr int kRows = kStatsChunk / kRowGroups;      // of a thread
+  constexpr int kInFlight = kHeadDim == 128 ? 16 : 8;  // as many as there are registers for
   constexpr int kWarps = kStatsThreads / 32;
   __shared__ float partial[kWarps][4][kHeadDim];
 

@@ -72,7 +72,7 @@ def extension(changed=None, opcodes=None):
     """A whole good extension as SASS text; the first kernel of family `changed` gets `opcodes`."""
     text = []
     for family, symbol in SYMBOLS.items():
-        for i in range(14):
+        for i in range(18):
             bad = family == changed and i == 0
             text.append(listing(symbol.format(i), opcodes if bad else GOOD_OPCODES[family]))
     return "\n".join(text)
