@@ -25,7 +25,8 @@ def speed(rows: list[dict[str, Any]], path: Path, columns: int = 2) -> None:
     panels: dict[str, Lines] = {}
     same = ("seqlen_q", "seqlen_k"), ("num_heads_q", "num_heads_kv")
     rows = [r for r in rows if r["kind"] == "fwd" and all(r[a] == r[b] for a, b in same)]
-    for row in sorted(rows, key=lambda row: (row["head_dim"], row["is_causal"])):
+    # By batch too: the grid's point of a length counts, not the larger headline's.
+    for row in sorted(rows, key=lambda row: (row["head_dim"], row["is_causal"], row["batch"])):
         title = f"head_dim {row['head_dim']}, {'causal' if row['is_causal'] else 'no mask'}"
         lines = panels.setdefault(title, {})
         lines.setdefault(variant(row), {}).setdefault(row["seqlen_q"], row["tflops"])

@@ -276,7 +276,7 @@ def test_progress_needs_no_tqdm(monkeypatch):
 ROW = {"kind": "fwd", "impl": "jax_fa3", "precision": "fp8", "preset": "accurate"}
 ROW |= {"with_quantize": True, "head_dim": 128, "is_causal": True}
 ROW |= {"seqlen_q": 4096, "seqlen_k": 4096, "num_heads_q": 16, "num_heads_kv": 16}
-ROW |= {"tflops": 900.0}
+ROW |= {"tflops": 900.0, "batch": 4}
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,8 @@ def test_a_place_of_a_plot_has_one_point(monkeypatch, tmp_path):
     monkeypatch.setattr(plots, "_plot", lambda panels, *rest: drawn.append(panels))
     again, two = {"tflops": 950.0}, {"devices": 2, "strategy": "ring", "tflops": 800.0}
     grouped = {"num_heads_kv": 2, "seqlen_q": 512, "seqlen_k": 512}
-    rows = [ROW, {**ROW, **again}, {**ROW, **two}, {**ROW, **grouped}]
+    headline = {"batch": 16, "tflops": 850.0}
+    rows = [{**ROW, **headline}, ROW, {**ROW, **again}, {**ROW, **two}, {**ROW, **grouped}]
     plots.speed(rows, tmp_path / "no.svg")
     assert drawn == [
         {
