@@ -55,17 +55,14 @@ def parallel(mesh: Mesh, strategy: str, **options: Any) -> Callable[..., Any]:
 
 
 def transfers(mesh: Mesh) -> Callable[..., Any]:
-    """One step of the ring without attention: every shard of key and value to the next device."""
+    """A step of the ring without attention: each shard of [key, value] moves on at once."""
     size = mesh.shape["x"]
 
-    def step(key: Any, value: Any) -> Any:
-        to_next = [(i, (i + 1) % size) for i in range(size)]
-        return [jax.lax.ppermute(x, "x", to_next) for x in (key, value)]
+    def step(both: Any) -> Any:
+        return jax.lax.ppermute(both, "x", [(i, (i + 1) % size) for i in range(size)])
 
-    spec = P(None, "x")
-    mapped: Callable[..., Any] = jax.shard_map(
-        step, mesh=mesh, in_specs=(spec, spec), out_specs=[spec, spec]
-    )
+    spec = P(None, None, "x")
+    mapped: Callable[..., Any] = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec)
     return mapped
 
 
@@ -133,7 +130,8 @@ class Scaling:
             for strategy in strategies or ("ring",):
                 side = timing.jax_side(self.many(precision, strategy), *args)
                 sides[strategy, seqlen] = side
-            sides["transfer", seqlen] = timing.jax_side(transfers(self.mesh), *args[1:])
+            both = jax.jit(lambda *x: jnp.stack(x))(*args[1:])
+            sides["transfer", seqlen] = timing.jax_side(transfers(self.mesh), both)
         with gpu_state.sampling() as samples:
             turns = timing.take_turns(sides, timing.SUSTAINED, self.rounds, turn_s=self.turn_s)
         for (name, seqlen), taken in turns.items():
