@@ -55,7 +55,7 @@ def test_fp8_calls_operands_and_attributes() -> None:
         "2x3x6x64x128xf8E4M3FN",
         "2x3x64xf32",
         "2x3x64xf32",
-        "2x3x4x4x64xf32",
+        "2x3x3x4x64xf32",  # two chunks of keys, and one slot more
     ]
     assert attributes(text, "jax_fa3_quantize") == {
         "hadamard": "true",
