@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -258,7 +259,7 @@ def test_gpu_check_dry_run_writes_one_file(tmp_path):
         "gradients",
         "accuracy",
     ]
-    assert "19 calls, 0 wrong" in content["meta"]["phases"][3]["detail"]
+    assert re.match(r"[1-9]\d* calls, 0 wrong", content["meta"]["phases"][3]["detail"])
     assert content["meta"]["command"].startswith("scripts/gpu_check.sh ")
     timed = [row for row in content["rows"] if row["kind"] == "fwd"]
     assert {(row["head_dim"], row["is_causal"]) for row in timed} == {(64, True)}
