@@ -54,7 +54,7 @@ struct BwdParams {
                      // has no fixed order
 
   // Filled by the launch.
-  TileOrder order;  // of key blocks and kv heads
+  TileOrder order;  // of key blocks and kv heads; for bwd_dq_kernel of query tiles and heads
   CUtensorMap q_map, k_map, v_map, dout_map;
 
   // Factor from scores to logits in log2 units. Bounded away from 0, where row_lse has no place: the

@@ -53,7 +53,7 @@ struct FwdFp8D128 {
   static constexpr float kHeadroom = 2.0f;
 };
 
-// Output and its short sums would take 264 registers: P V runs in slices of 64 columns
+// Output and its short sums would take 264 registers: P V runs in slices of columns
 // (math_sliced.cuh), and every block is promoted.
 template <class ElementType, Exp2 kMode>
 struct FwdFp8D256 {
