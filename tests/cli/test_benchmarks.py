@@ -53,6 +53,9 @@ def result_file(tmp_path):
         {"kind": "step", "devices": 2, "seqlen_k": 8192, "ms": 68.8},  # as two_gpus.py writes them
         accuracy_row(),
         accuracy_row(impl="fa3_fp8", preset=None, rel_l2=0.0532),
+        accuracy_row(impl="jax_fa3_xla", seqlen_k=2048),
+        accuracy_row(impl="fa3_fp8", preset=None, seqlen_k=2048, rel_l2=0.0532),
+        accuracy_row(seqlen_k=2048, data="uniform"),
         accuracy_row(seqlen_k=131_072, rel_l2=None, rmse=None, cosine=None, max_abs=None),
     ]
     path.write_text(json.dumps({"meta": META, "rows": rows}))
@@ -83,8 +86,12 @@ def test_table_fills_both_files(result_file, readmes):
         assert "NVIDIA H200, driver 580, 700 W, jax 0.10.2; 2030-01-02." in content
         assert "| shape | jax_fa3 accurate | fa3_fp8 |" in content
         assert "| B2_S8192_H16_D128_n | 812 | 763 |" in content
-    assert "| normal, 8,192 keys | 5.0e-02 | 5.3e-02 |" in short
-    assert "| normal, 131,072 keys | not finite | - |" in short
+    assert "jax_fa3_xla is the kernels' quantised model" in short
+    assert "| inputs | jax_fa3_xla accurate | jax_fa3 accurate | fa3_fp8 |" in short
+    assert "| normal, 2,048 keys | 5.0e-02 | - | 5.3e-02 |" in short
+    assert "| normal, 131,072 keys | - | not finite | - |" in short
+    assert "8,192 keys" not in short
+    assert "uniform" not in short
     assert "| normal, 8192 keys, D 128: fa3_fp8 | 1.00e-03 | 5.32e-02 |" in full
     assert "| B2_S8192_H16_D128_n jax_fa3 accurate | 1.06 |" in full
     assert "TFLOP/s of the forward pass, burst" in full
@@ -116,6 +123,13 @@ def test_table_refuses_a_dry_run_and_lost_markers(result_file, readmes):
 def test_our_files_hold_the_markers(name):
     content = (ROOT / name).read_text()
     assert content.count("<!-- table:begin -->") == content.count("<!-- table:end -->") == 1
+
+
+def test_our_tables_are_those_of_the_committed_results():
+    names = ("h200", "cpu_errors", "h200_errors", "h200_utilisation", "h200_ablation")
+    files = [BENCHMARKS / "results" / f"{name}.json" for name in names]
+    done = run(BENCHMARKS / "table.py", *files, "--check", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @MATPLOTLIB
