@@ -182,8 +182,8 @@ def finite_part(x: Any) -> tuple[jax.Array, jax.Array]:
 def hadamard(x: jax.Array) -> jax.Array:
     """Signs, then the unnormalised Sylvester transform of the last axis.
 
-    Float32 additions in the kernel's order of the index bits: the first four are one product of its
-    tensor cores, which may cut off other last bits of a sum than float32 does.
+    Float32 additions in the kernel's order of the index bits: the first five come from its tensor
+    cores, which may cut off other last bits of a sum than float32 does.
     """
     head_dim = x.shape[-1]
     y = x * hadamard_signs(head_dim)

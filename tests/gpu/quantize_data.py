@@ -182,19 +182,21 @@ def check(
 ) -> None:
     """Compares results (images as uint8 codes) with the model.
 
-    exact: the model used the results' own means, so that every code must agree. Otherwise the last
-    bits of a mean may differ, and with them a few codes by one step.
+    exact: the model used the results' own means and their order of additions, so that every code
+    must agree. Otherwise the last bits of a mean may differ, or of a rotated value (tensor cores cut
+    off other bits than float32 does), and with them a few codes by one step.
     """
-    for name in ("q_image", "k_image", "v_image"):
+    for name, share in (("q_image", 1e-4), ("k_image", 1e-3), ("v_image", 1e-3)):
         assert results[name].shape == model[name].shape, name
         distance = image_model.code_distance(results[name], model[name])
-        if exact or (name == "q_image"):
-            assert distance.max() == 0, f"{name}: {(distance > 0).mean():.2%} of the codes differ"
-        elif case.data == "constant":
+        differ = f"{name}: {(distance > 0).sum()} of {distance.size} codes differ"
+        if exact:
+            assert distance.max() == 0, differ
+        elif case.data == "constant" and name != "q_image":
             continue  # nothing but the means' rounding errors is left
         else:
             assert distance.max() <= 1, f"{name}: off by {distance.max()} steps"
-            assert (distance > 0).mean() < 1e-3, f"{name}: {(distance > 0).mean():.2%} differ"
+            assert (distance > 0).mean() < share, differ
     np.testing.assert_array_equal(results["q_descale"], model["q_descale"], "q_descale")
     if exact or case.data != "constant":
         np.testing.assert_array_equal(results["k_descale"], model["k_descale"], "k_descale")
