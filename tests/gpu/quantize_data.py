@@ -182,9 +182,9 @@ def check(
 ) -> None:
     """Compares results (images as uint8 codes) with the model.
 
-    exact: the model used the results' own means and their order of additions, so that every code
-    must agree. Otherwise the last bits of a mean may differ, or of a rotated value (tensor cores cut
-    off other bits than float32 does), and with them a few codes by one step.
+    exact: the model used the results' own means and order of additions, so that every code must
+    agree. Otherwise the last bits of a mean may differ, or of a rotated value (tensor cores cut off
+    other bits than float32 does), and with them a few codes by one step.
     """
     for name, share in (("q_image", 1e-4), ("k_image", 1e-3), ("v_image", 1e-3)):
         assert results[name].shape == model[name].shape, name
