@@ -169,8 +169,17 @@ def test_gradients_are_rotated_back(host, head_dim):
         np.testing.assert_allclose(result, exact, rtol=2**-8, atol=1e-5 * np.abs(exact).max())
 
 
+def stepped(codes, count, steps):
+    """`count` of the codes that are neither small nor large, moved up by `steps`."""
+    codes = codes.copy()
+    places = np.flatnonzero((codes > 0x30) & (codes < 0x60))[:count]
+    codes.flat[places] += steps
+    return codes
+
+
 def test_check_rejects_wrong_images(host):
-    """The comparison of this file can fail: swapped heads, a shifted key, a wrong scale."""
+    """The comparison of this file can fail: swapped heads, a shifted key, a wrong scale. It lets
+    tensor cores round a few codes of q the other way."""
     case = Case()
     inputs = quantize_data.make(case)
     results = run_on_host(host, case, *inputs)
@@ -178,6 +187,8 @@ def test_check_rejects_wrong_images(host):
     for name, change in (
         ("k_image", lambda x: x[:, ::-1]),
         ("q_image", lambda x: np.roll(x, 1, axis=2)),
+        ("q_image", lambda x: stepped(x, 1, 2)),
+        ("q_image", lambda x: stepped(x, 50, 1)),
         ("v_image", lambda x: np.roll(x, 1, axis=-1)),
         ("v_image", np.zeros_like),
         ("q_descale", lambda x: 2 * x),
@@ -186,6 +197,10 @@ def test_check_rejects_wrong_images(host):
     ):
         with pytest.raises(AssertionError):
             quantize_data.check(case, results | {name: change(results[name])}, model, exact=False)
+    near = results | {"q_image": stepped(results["q_image"], 1, 1)}
+    quantize_data.check(case, near, model, exact=False)
+    with pytest.raises(AssertionError, match=r"1 of .* codes differ"):
+        quantize_data.check(case, near, model, exact=True)
 
 
 @pytest.mark.parametrize(("head_dim", "seqlen_q"), [(64, 577), (128, 577), (256, 300)])
