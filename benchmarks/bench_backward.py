@@ -27,12 +27,8 @@ from jax_fa3._cli.contenders import Contender, Unavailable
 from jax_fa3._cli.grid import Shape
 from jax_fa3._cli.timing import Side, jax_side
 
-OURS = (
-    "native",
-    "deterministic",
-    "accurate",
-    "fast",
-)  # deterministic: native that repeats bit by bit
+# deterministic: native that repeats bit by bit.
+OURS = ("native", "deterministic", "accurate", "fast")
 KINDS = ("bwd", "step")
 JAX_RIVALS = tuple(
     key for key, r in RIVALS.items() if isinstance(r, JaxRival) and key != "cudnn_fp8"
