@@ -126,6 +126,15 @@ def test_launches_in_one_program_are_divided_out():
     assert 0.9 < turns["eight"].median < 3
 
 
+def test_a_launch_on_the_cpu_is_waited_for(monkeypatch):
+    """Queued, the collectives of two programs can take all threads and wait for each other."""
+    side = timing.jax_side(lambda x: x @ x, jnp.ones((8, 8)))
+    waited = []
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(x) or wait(x))
+    assert side.launch() is waited[0]
+
+
 def test_ratio_is_taken_within_rounds():
     assert timing.speed_ratio(Turns([1.0, 10.0, 2.0]), Turns([2.0, 20.0, 4.0])) == 2.0
 
