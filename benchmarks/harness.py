@@ -41,6 +41,8 @@ def existing_results(text_path: str) -> Path:
 
 # What must agree before results may stand in one table; versions of packages must too.
 FACTS = ("card", "driver", "power_limit_w", "commit")
+# What one meta block tells of the card besides.
+_CARD = ("backend", "compute_capability", "memory_mib", "max_sm_clock_mhz")
 # What tells a measurement from every other one.
 IDENTITY = (
     "kind",
@@ -97,9 +99,6 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         merged["partial"] = any(run.get("partial", False) for run in runs)
         merged["date"] = max(str(run.get("date", "")) for run in runs)
     return merged, rows
-
-
-_CARD = ("backend", "compute_capability", "memory_mib", "max_sm_clock_mhz")
 
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
