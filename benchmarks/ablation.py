@@ -31,7 +31,7 @@ import numpy as np
 import table
 
 from jax_fa3 import _ffi
-from jax_fa3._cli import grid, results, text, timing
+from jax_fa3._cli import bench, grid, results, text, timing
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((8192, False), (8192, True), (1024, True))  # seqlen, is_causal
@@ -309,13 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--jobs", type=int, default=2, help="compilers at a time (default 2)")
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=0.05, help="of a turn (default 0.05)")
-    add(
-        "--head-dims",
-        type=text.comma_list(text.positive_int),
-        default=list(grid.HEAD_DIMS),
-        metavar="LIST",
-        help="default 64,128,256",
-    )
+    bench.add_head_dims_flag(parser)
     add("--json", type=Path, metavar="FILE", help="write a result file, after every shape")
     flags = parser.parse_args(arguments)
     chosen = [variant for variant in VARIANTS if variant.head_dim in flags.head_dims]

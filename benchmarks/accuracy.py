@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from rivals import RIVALS, add_rivals_flag
 
-from jax_fa3._cli import accuracy, check, contenders, plots, results, text
+from jax_fa3._cli import accuracy, bench, check, contenders, plots, results, text
 from jax_fa3._cli.accuracy import DISTRIBUTIONS, PRESETS, Problem
 from jax_fa3._cli.progress import progress
 
@@ -59,13 +59,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="numbers of keys (default 2048,8192,131072)",
     )
-    add(
-        "--head-dims",
-        type=text.comma_list(text.positive_int),
-        default=[64, 128, 256],
-        metavar="LIST",
-        help="default 64,128,256",
-    )
+    bench.add_head_dims_flag(made)
     add_rivals_flag(made)
     add("--queries", type=text.positive_int, default=256, metavar="N", help="default 256")
     add("--heads", type=text.positive_int, default=4, metavar="N", help="default 4")

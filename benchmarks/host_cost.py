@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numbers = ("us", "us_lo", "us_wall", "over_add", "wall_over_add")
     lines = [
         [
-            results.variant(row) + (", one graph" if row.get("graph") else ""),
+            results.variant(row),
             *(f"{row[n]:.2f}" for n in numbers),
         ]
         for row in record.rows

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     header = ["shape", "variant", "operands MiB", "temporaries MiB", "peak MiB"]
     lines = [
         [
-            grid.Shape(**{f: row[f] for f in grid.Shape.__dataclass_fields__}).name,
+            grid.Shape.of(row).name,
             row["preset"] or row["precision"],
             row["operands_mib"],
             row["temporaries_mib"],

@@ -40,7 +40,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def shape_name(row: dict[str, Any]) -> str:
-    return grid.Shape(**{f: row[f] for f in grid.Shape.__dataclass_fields__}).name
+    return grid.Shape.of(row).name
 
 
 def by_variant(
@@ -144,7 +144,7 @@ def number_table(rows: Rows, corner: str, columns: dict[str, tuple[str, str]]) -
     """A line per row: its shape and variant, then {title: (field, format)}."""
     lines = [
         [
-            f"{shape_name(row)} {variant(row)}" + (", one graph" if row.get("graph") else ""),
+            f"{shape_name(row)} {variant(row)}",
             *(cell(row, *what) for what in columns.values()),
         ]
         for row in rows

@@ -128,7 +128,7 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
     names = ("tflops", "sm_clock_mhz", "of_peak", "tensor_pct", "tensor_elapsed_pct", "power_w")
     lines = [
         [
-            grid.Shape(**{f: row[f] for f in grid.Shape.__dataclass_fields__}).name,
+            grid.Shape.of(row).name,
             f"{row['impl']} {row['preset'] or row['precision']}",
             *(row.get(name, "-") for name in names),
         ]
@@ -140,13 +140,7 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add(
-        "--head-dims",
-        type=text.comma_list(text.positive_int),
-        default=list(grid.HEAD_DIMS),
-        metavar="LIST",
-        help="default 64,128,256",
-    )
+    bench.add_head_dims_flag(parser)
     add("--seqlen", type=text.positive_int, default=8192, metavar="N", help="default 8192")
     add("--causal", choices=("no", "yes", "both"), default="no", help="default no")
     add("--seconds", type=text.positive_float, default=0.15, help="of a turn (default 0.15)")

@@ -42,16 +42,21 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def add_grid_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of every program that times a grid; `shapes_of` reads them."""
-    add = parser.add_argument
-    add(
+def add_head_dims_flag(parser: argparse.ArgumentParser) -> None:
+    """--head-dims, by default all that the kernels serve."""
+    parser.add_argument(
         "--head-dims",
         type=text.comma_list(text.positive_int),
         default=list(grid.HEAD_DIMS),
         metavar="LIST",
         help="default 64,128,256",
     )
+
+
+def add_grid_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of every program that times a grid; `shapes_of` reads them."""
+    add = parser.add_argument
+    add_head_dims_flag(parser)
     add(
         "--seqlens",
         type=text.comma_list(text.positive_int),
@@ -234,14 +239,13 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
     """Timing rows as a table."""
 
     def one(row: dict[str, Any]) -> list[str]:
-        names = {field: row[field] for field in grid.Shape.__dataclass_fields__}
         what = row["preset"] or row["precision"]
         if row["with_quantize"]:
             what += " +quantise"
         ratios = ", ".join(f"{value:.2f} x {rival}" for rival, value in row["ratio"].items())
         clock = f"{row['sm_clock_mhz']:.0f}" if "sm_clock_mhz" in row else "-"
         return [
-            grid.Shape(**names).name,
+            grid.Shape.of(row).name,
             row["impl"],
             what,
             f"{row['ms']:.3f}",

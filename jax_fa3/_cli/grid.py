@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 TOKENS, HIDDEN = 16_384, 2_048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -24,6 +25,11 @@ class Shape:
     num_heads_kv: int
     head_dim: int
     is_causal: bool
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Shape:
+        """That of a result file's row."""
+        return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
 
     @property
     def name(self) -> str:

@@ -52,6 +52,8 @@ def variant(row: dict[str, Any]) -> str:
         name = row["impl"]
     if row.get("devices", 1) > 1:
         name += f", {row['devices']} GPUs {row['strategy']}"
+    if row.get("graph"):
+        name += ", one graph"
     return name + (" + quantise" if row.get("with_quantize") else "")
 
 
