@@ -120,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="write a result file")
     add("--dry-run", action="store_true", help="any device; its numbers mean nothing")
     flags = parser.parse_args(arguments)
-    if not flags.dry_run and jax.default_backend() != "gpu":
-        raise text.UsageError("timing needs a GPU. Pass --dry-run to try the program.")
+    if not flags.dry_run:
+        contenders.require_gpu()
     record = results.Recorder(flags.json, dry_run=bool(flags.dry_run))
     record.add(measure(min(flags.rounds, 3) if flags.dry_run else flags.rounds))
     record.close()

@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="write a result file")
     add("--dry-run", action="store_true", help="tiny sizes on any device")
     flags = parser.parse_args(arguments)
-    if not flags.dry_run and jax.default_backend() != "gpu":
-        raise text.UsageError("a peak needs a GPU. Pass --dry-run to try the program.")
+    if not flags.dry_run:
+        contenders.require_gpu()
     seqlens = [64, 256] if flags.dry_run else sorted(flags.seqlens)
     record = results.Recorder(flags.json, dry_run=bool(flags.dry_run))
     work = [(seqlen, preset) for seqlen in seqlens for preset in PRESETS]

@@ -148,8 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="write a result file")
     add("--launch", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
-    if jax.default_backend() != "gpu":
-        raise text.UsageError("this program needs a GPU")
+    contenders.require_gpu("Start it where JAX finds one.")
     if flags.launch:
         launch(flags)
         return 0

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jax_fa3._cli import contenders, gpu_state, grid, plots, results, text
 from jax_fa3._cli.contenders import Contender
 from jax_fa3._cli.progress import progress
@@ -101,11 +99,7 @@ def shapes_of(flags: argparse.Namespace) -> list[grid.Shape]:
     causal = _CAUSAL[flags.causal]
     if flags.dry_run:
         return [grid.square(1, 48, 2, head_dim, c) for head_dim in flags.head_dims for c in causal]
-    if jax.default_backend() != "gpu":
-        raise text.UsageError(
-            f"timing needs a GPU; this process runs on {jax.default_backend()}. "
-            "Pass --dry-run to try the program."
-        )
+    contenders.require_gpu()
     return [
         shape
         for group in flags.groups

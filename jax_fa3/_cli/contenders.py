@@ -18,6 +18,7 @@ import jax_fa3
 from jax_fa3 import _compat, _explain, _ffi
 from jax_fa3._cli.accuracy import PRESETS, options
 from jax_fa3._cli.grid import Shape
+from jax_fa3._cli.text import UsageError
 from jax_fa3._cli.timing import REGIMES, Side, Turns, jax_side, speed_ratio, take_turns
 
 JAX_DTYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -81,6 +82,14 @@ def _drawn(count: int, dtype: Any, seed: int) -> jax.Array:
 def kernels_run() -> bool:
     """Whether this process has a GPU that our kernels can run on."""
     return bool(_compat.cuda_capabilities()) and _explain.missing_reason() is None
+
+
+def require_gpu(cure: str = "Pass --dry-run to try the program.") -> None:
+    """Raises UsageError, which ends with the cure, unless JAX computes on a GPU here."""
+    if jax.default_backend() != "gpu":
+        raise UsageError(
+            f"measuring needs a GPU; this process runs on {jax.default_backend()}. {cure}"
+        )
 
 
 def ours(preset: str, *, dtype: str = "bf16", with_quantize: bool = True) -> Contender:

@@ -164,10 +164,11 @@ def test_bench_attention_dry_run(tmp_path):
     assert "the kernel alone needs a GPU" in skipped["jax_fa3_xla accurate"]
 
 
-def test_bench_attention_needs_a_gpu(tmp_path):
-    done = run(BENCHMARKS / "bench_attention.py", cwd=tmp_path)
+@pytest.mark.parametrize("name", ["bench_attention", "host_cost", "memory", "utilisation"])
+def test_a_measurement_needs_a_gpu(tmp_path, name):
+    done = run(BENCHMARKS / f"{name}.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert "timing needs a GPU" in done.stderr
+    assert f"{name}.py: measuring needs a GPU; this process runs on cpu." in done.stderr
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def test_bench_dry_run_writes_timing_rows(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench"], "timing needs a GPU"),
+        (["bench"], "measuring needs a GPU"),
         (["check", "--heads-q", "5", "--heads-kv", "2"], "--heads-kv must divide --heads-q"),
         ([*CHECK, "--implementation", "cuda", "--presets", "block"], "is not served"),
     ],
