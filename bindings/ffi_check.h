@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -18,10 +19,11 @@ namespace jax_fa3 {
 
 namespace ffi = ::xla::ffi;
 
-inline std::string shape_text(ffi::AnyBuffer::Dimensions dims) {
-  std::string text = "[";
-  for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
-  return text + "]";
+template <class Dimensions>
+std::string shape_text(const Dimensions& dims) {
+  std::string text;
+  for (int64_t size : dims) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
 }
 
 // The sizes that every handler shares.
@@ -51,39 +53,35 @@ class Checker {
     if (!error_) error_ = ffi::Error(code, std::string(where_) + ": " + message);
   }
 
-  void require(bool holds, const std::string& message) {
-    if (!holds) fail(ffi::ErrorCode::kInvalidArgument, message);
+  // `message` returns the text, which nobody writes while the check holds: every call runs these.
+  template <class Message>
+  void require(bool holds, const Message& message) {
+    if (!holds) fail(ffi::ErrorCode::kInvalidArgument, message());
   }
 
   // Exact shape.
   template <class BufferType>
   void shape(const char* name, const BufferType& buffer, std::initializer_list<int64_t> expected) {
     const auto dims = buffer.dimensions();
-    bool same = dims.size() == expected.size();
-    size_t i = 0;
-    for (int64_t size : expected) {
-      if (same && dims[i] != size) same = false;
-      ++i;
-    }
-    if (same) return;
-    std::string text = "[";
-    i = 0;
-    for (int64_t size : expected) text += (i++ ? ", " : "") + std::to_string(size);
-    require(false,
-            std::string(name) + " must have shape " + text + "]; got " + shape_text(dims) + ".");
+    require(std::equal(dims.begin(), dims.end(), expected.begin(), expected.end()), [&] {
+      return std::string(name) + " must have shape " + shape_text(expected) + "; got " +
+             shape_text(dims) + ".";
+    });
   }
 
   template <class BufferType>
   void rank(const char* name, const BufferType& buffer, size_t rank) {
-    require(buffer.dimensions().size() == rank, std::string(name) + " must have rank " +
-                                                    std::to_string(rank) + "; got shape " +
-                                                    shape_text(buffer.dimensions()) + ".");
+    require(buffer.dimensions().size() == rank, [&] {
+      return std::string(name) + " must have rank " + std::to_string(rank) + "; got shape " +
+             shape_text(buffer.dimensions()) + ".";
+    });
   }
 
   // int sizes inside the kernels; offsets are formed in 64 bits.
   void size(const char* name, int64_t value) {
-    require(value >= 1 && value <= 0x3FFFFFFF,
-            std::string(name) + " must lie in [1, 2^30 - 1]; got " + std::to_string(value) + ".");
+    require(value >= 1 && value <= 0x3FFFFFFF, [&] {
+      return std::string(name) + " must lie in [1, 2^30 - 1]; got " + std::to_string(value) + ".";
+    });
   }
 
   void sizes(const Sizes& s) {
@@ -91,11 +89,13 @@ class Checker {
     size("seqlen_q", s.seqlen_q);
     size("seqlen_k", s.seqlen_k);
     size("num_heads_q", s.num_heads_q);
-    require(s.num_heads_kv >= 1 && s.num_heads_q % s.num_heads_kv == 0,
-            "num_heads_kv must divide num_heads_q; got " + std::to_string(s.num_heads_kv) +
-                " and " + std::to_string(s.num_heads_q) + ".");
-    require(s.head_dim == 64 || s.head_dim == 128 || s.head_dim == 256,
-            "head_dim must be 64, 128 or 256; got " + std::to_string(s.head_dim) + ".");
+    require(s.num_heads_kv >= 1 && s.num_heads_q % s.num_heads_kv == 0, [&] {
+      return "num_heads_kv must divide num_heads_q; got " + std::to_string(s.num_heads_kv) +
+             " and " + std::to_string(s.num_heads_q) + ".";
+    });
+    require(s.head_dim == 64 || s.head_dim == 128 || s.head_dim == 256, [&] {
+      return "head_dim must be 64, 128 or 256; got " + std::to_string(s.head_dim) + ".";
+    });
   }
 
   // The sizes of a call, checked, from its arrays [batch, seqlen, num_heads, head_dim]; none when one
@@ -132,9 +132,11 @@ class Checker {
 
   // `type` of operand `name` is that of operand `like`.
   void same_type(const char* name, ffi::DataType type, const char* like, ffi::DataType expected) {
-    require(type == expected, std::string(name) + " must have the element type of " + like +
-                                  "; got XLA types " + std::to_string(static_cast<int>(type)) +
-                                  " and " + std::to_string(static_cast<int>(expected)) + ".");
+    require(type == expected, [&] {
+      return std::string(name) + " must have the element type of " + like + "; got XLA types " +
+             std::to_string(static_cast<int>(type)) + " and " +
+             std::to_string(static_cast<int>(expected)) + ".";
+    });
   }
 
   // Element kind of an operand; `float8` and `half` say which are allowed.
@@ -155,11 +157,12 @@ class Checker {
       default:
         break;
     }
-    require(false, std::string(name) + " must be " +
-                       (half && float8 ? "bfloat16, float16, float8_e4m3fn or float8_e5m2"
-                        : half         ? "bfloat16 or float16"
-                                       : "float8_e4m3fn or float8_e5m2") +
-                       "; got XLA type " + std::to_string(static_cast<int>(type)) + ".");
+    fail(ffi::ErrorCode::kInvalidArgument,
+         std::string(name) + " must be " +
+             (half && float8 ? "bfloat16, float16, float8_e4m3fn or float8_e5m2"
+              : half         ? "bfloat16 or float16"
+                             : "float8_e4m3fn or float8_e5m2") +
+             "; got XLA type " + std::to_string(static_cast<int>(type)) + ".");
     return ElementKind::kBf16;
   }
 
