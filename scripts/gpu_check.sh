@@ -168,11 +168,6 @@ if [[ $skip == *,build,* ]] &&
   ! (cd "$work" && env -u PYTHONPATH "$python" -c 'import jax_fa3' 2>/dev/null); then
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 fi
-# An installed package lies outside of the repository whose commit the results name.
-if [[ -z ${JAX_FA3_COMMIT:-} ]]; then
-  JAX_FA3_COMMIT=$(git rev-parse --short=12 HEAD 2>/dev/null || true)
-  export JAX_FA3_COMMIT
-fi
 # `python -m` must not find the source tree before the installed package.
 export PYTHONSAFEPATH=1
 for name in "${phases[@]}"; do

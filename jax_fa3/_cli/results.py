@@ -94,9 +94,14 @@ def command_line() -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that this package lies in, "-dirty" with changes; else the variable
-    JAX_FA3_COMMIT; else None."""
-    root = Path(__file__).parents[2]
+    """Commit of the checkout that this package lies in; else the variable JAX_FA3_COMMIT; else the
+    commit of the checkout whose program runs, next to an installed package; else None."""
+    package, program = Path(__file__).parents[2], Path(sys.argv[0]).absolute().parent.parent
+    return _commit_of(package) or os.environ.get("JAX_FA3_COMMIT") or _commit_of(program)
+
+
+def _commit_of(root: Path) -> str | None:
+    """The commit of our checkout at root, "-dirty" with changes; None where there is no such."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -113,7 +118,7 @@ def _commit() -> str | None:
         changes = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changes else "")
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("JAX_FA3_COMMIT") or None
+        return None
 
 
 class Recorder:

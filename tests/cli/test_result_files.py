@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 
 import pytest
 from cli.helpers import BENCHMARKS
@@ -75,6 +76,38 @@ def test_the_commit_is_the_checkouts_or_the_variables(monkeypatch, tmp_path):
     assert results.meta()["commit"] == "abc123"
     monkeypatch.delenv("JAX_FA3_COMMIT")
     assert "commit" not in results.meta()
+
+
+def test_next_to_an_installed_package_the_programs_checkout_names_the_commit(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_FA3_COMMIT", raising=False)
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "site" / "jax_fa3" / "_cli" / "r.py"))
+    checkout = tmp_path / "checkout"
+    package = checkout / "jax_fa3" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.touch()
+    monkeypatch.setattr("sys.argv", [str(checkout / "benchmarks" / "accuracy.py")])
+
+    def git(*arguments):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        done = subprocess.run(
+            ["git", "-C", str(checkout), *who, *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "Somebody else's")
+    assert "commit" not in results.meta()  # a repository, but not ours
+    git("add", ".")
+    git("commit", "--quiet", "--message", "Ours")
+    head = git("rev-parse", "--short=12", "HEAD")
+    record = results.Recorder(tmp_path / "run.json")
+    record.close()
+    assert results.read(tmp_path / "run.json")[0]["commit"] == head
+    package.write_text("changed")
+    assert results.meta()["commit"] == f"{head}-dirty"
 
 
 def test_parts_of_a_grid_become_one(program, saved):
@@ -250,9 +283,15 @@ def test_counters_are_read_in_order_of_launch(program):
     ]
 
 
+# Measured when the programs did not know; a new measurement names its commit and leaves this list.
+WITHOUT_COMMIT = {"h200_errors.json", "h200_train_gpt.json", "h200_two_gpus.json"}
+
+
 def test_committed_results_can_be_read():
     for path in sorted((BENCHMARKS / "results").glob("*.json")):
         meta, rows = results.read(path)
+        assert ("commit" in meta) == (path.name not in WITHOUT_COMMIT), path
+        assert not str(meta.get("commit", "")).endswith("-dirty"), path
         assert meta["card"].startswith("NVIDIA" if path.name.startswith("h200") else "cpu"), path
         assert not meta.get("dry_run"), path
         assert rows, path
