@@ -26,11 +26,17 @@ BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 Rows = list[dict[str, Any]]
 # Kinds of timed rows. FLOPs: 4, 10 and 14 times batch * heads * seqlen_q * seqlen_k * head_dim.
 # Rows of these kinds that name no regime are steps over several devices, which no table here shows.
-TIMED = {
-    "fwd": "the forward pass",
-    "bwd": "the backward pass alone",
-    "step": "a training step, forward and backward",
+TIMED = {  # in a sentence, in a table
+    "fwd": ("the forward pass", "forward"),
+    "bwd": ("the backward pass alone", "backward"),
+    "step": ("a training step, forward and backward", "step"),
 }
+LEAD = (
+    "Our speed over the fastest rival's in the same turns, by seqlen, without a mask / causal; "
+    "FP8 is the kernel alone, as the rivals' is, unless it names quantise:"
+)
+# Variants of the short version.
+USUAL = (("fwd", "accurate", "fp8"), ("fwd", None, "bf16"), ("bwd", None, "bf16"))
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -87,6 +93,29 @@ def ratio_table(rows: Rows) -> str:
     return markdown(["ours", *(f"/ {rival}" for rival in rivals)], lines)
 
 
+def lead_table(rows: Rows) -> str:
+    """Our speed over the fastest rival's: a line per kind, variant and head_dim, a column per
+    seqlen, in a cell without and with a causal mask. Empty without a rival on a grid's shape."""
+    leads: dict[str, dict[int, dict[bool, str]]] = {}
+    variants = list(dict.fromkeys(map(variant, rows)))
+    for row in sorted(rows, key=lambda r: ([*TIMED].index(r["kind"]), variants.index(variant(r)))):
+        ratios = [ratio for rival, ratio in row["ratio"].items() if rival != "kernel"]
+        alike = row["num_heads_q"] == row["num_heads_kv"] and row["seqlen_q"] == row["seqlen_k"]
+        if ratios and alike and row["batch"] * row["seqlen_q"] == grid.TOKENS:
+            who = variant(row).removeprefix("jax_fa3 ")
+            name = f"{TIMED[row['kind']][1]}, {who}, head_dim {row['head_dim']}"
+            own = leads.setdefault(name, {}).setdefault(row["seqlen_q"], {})
+            own.setdefault(row["is_causal"], f"{min(ratios):.2f}")
+    if not leads:
+        return ""
+    seqlens = sorted({seqlen for own in leads.values() for seqlen in own})
+    lines = [
+        [name, *(" / ".join(own.get(s, {}).get(c, "-") for c in (False, True)) for s in seqlens)]
+        for name, own in leads.items()
+    ]
+    return markdown(["seqlen", *map(str, seqlens)], lines)
+
+
 def accuracy_table(rows: Rows) -> str:
     lines = []
     for row in rows:
@@ -120,6 +149,12 @@ def in_order(rows: Rows) -> Rows:
         return row["head_dim"], row["is_causal"], group, row["seqlen_q"], row["batch"]
 
     return sorted(rows, key=place)
+
+
+def sustained(rows: Rows) -> Rows:
+    """Timed rows of the sustained regime, kind by kind, in order."""
+    found = [row for row in rows if row.get("regime") == "sustained"]
+    return [row for kind in TIMED for row in in_order([r for r in found if r["kind"] == kind])]
 
 
 def command_lines(meta: dict[str, Any]) -> str:
@@ -220,10 +255,7 @@ def train_table(rows: Rows) -> str:
 def short(meta: dict[str, Any], rows: Rows) -> str:
     """For README.md: sustained speed at the longest seqlen of each kind and at batch 16; errors of
     head_dim 128 at 2k and 128k keys. Empty where a file has neither."""
-    speed = {
-        kind: in_order([r for r in rows if r["kind"] == kind and r.get("regime") == "sustained"])
-        for kind in TIMED
-    }
+    speed = {kind: [r for r in sustained(rows) if r["kind"] == kind] for kind in TIMED}
     for kind, timed in speed.items():
         longest = max((r["seqlen_q"] for r in timed), default=0)
         speed[kind] = [
@@ -241,10 +273,13 @@ def short(meta: dict[str, Any], rows: Rows) -> str:
     if not any(speed.values()) and not accurate:
         return ""
     parts = [source_line(meta)]
+    usual = [r for r in sustained(rows) if (r["kind"], r["preset"], r["precision"]) in USUAL]
+    if leads := lead_table(usual):
+        parts += [LEAD, leads]
     for kind, timed in speed.items():
         if timed:
             parts += [
-                f"TFLOP/s of {TIMED[kind]}, sustained (causal counts half):",
+                f"TFLOP/s of {TIMED[kind][0]}, sustained (causal counts half):",
                 speed_table(timed),
             ]
     if accurate:
@@ -258,11 +293,13 @@ def short(meta: dict[str, Any], rows: Rows) -> str:
 def full(meta: dict[str, Any], rows: Rows) -> str:
     """For benchmarks/README.md: everything."""
     parts = [source_line(meta), command_lines(meta)]
+    if leads := lead_table(sustained(rows)):
+        parts += [LEAD, leads]
     for kind, regime in itertools.product(TIMED, ("sustained", "burst")):
         timed = in_order([r for r in rows if r["kind"] == kind and r.get("regime") == regime])
         if timed:
             parts += [
-                f"TFLOP/s of {TIMED[kind]}, {regime} (causal counts half):",
+                f"TFLOP/s of {TIMED[kind][0]}, {regime} (causal counts half):",
                 speed_table(timed),
             ]
             if any(r["ratio"] for r in timed):

@@ -113,7 +113,7 @@ def gradients(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
         timed = [row for row in rows if row["kind"] == kind and row.get("regime") == "sustained"]
         timed = table.in_order([row for row in timed if row.get("devices", 1) == 1])
         if timed:
-            parts += [f"TFLOP/s of {table.TIMED[kind]}:", table.speed_table(timed)]
+            parts += [f"TFLOP/s of {table.TIMED[kind][0]}:", table.speed_table(timed)]
         if any(row["ratio"] for row in timed):
             parts += ["Our speed over a rival's:", table.ratio_table(timed)]
     return [*parts, table.source_line(meta)] if parts else []

@@ -86,6 +86,8 @@ def test_table_fills_both_files(result_file, readmes):
         assert "NVIDIA H200, driver 580, 700 W, jax 0.10.2; 2030-01-02." in content
         assert "| shape | jax_fa3 accurate | fa3_fp8 |" in content
         assert "| B2_S8192_H16_D128_n | 812 | 763 |" in content
+        assert "| seqlen | 8192 |" in content
+        assert "| forward, accurate, head_dim 128 | 1.06 / - |" in content
     assert "jax_fa3_xla is the kernels' quantised model" in short
     assert "| inputs | jax_fa3_xla accurate | jax_fa3 accurate | fa3_fp8 |" in short
     assert "| normal, 2,048 keys | 5.0e-02 | - | 5.3e-02 |" in short

@@ -214,6 +214,31 @@ def test_whole_calls_over_the_kernel_stand_in_the_ratios(program, saved):
     assert "| B2_S8192_H16x2_D128_c jax_fa3 accurate + quantise | 0.91 |" in full
 
 
+def test_the_lead_is_over_the_fastest_rival_of_a_grids_shape(program):
+    square = {"num_heads_kv": 16}
+    both = {"cudnn_fp8": 1.301, "fa3_fp8": 1.204}
+    rows = [
+        timing_row(ratio=both, **square),
+        timing_row(ratio={"fa3_fp8": 1.11}, is_causal=False, **square),
+        timing_row(ratio={"fa3_fp8": 1.4}, batch=32, seqlen_q=512, seqlen_k=512, **square),
+        timing_row(ratio={"fa3_fp8": 9.0}, batch=16, **square),  # not of the grid
+        timing_row(ratio={"fa3_fp8": 9.0}),  # grouped heads
+        timing_row(ratio={"kernel": 0.9}, with_quantize=True, **square),  # no rival
+        timing_row(impl="fa3_fp8", preset=None, **square),
+        timing_row(kind="bwd", precision="bf16", preset=None, ratio={"cudnn": 1.2}, **square),
+        timing_row(precision="bf16", preset=None, ratio={"fa3": 1.05}, **square),
+    ]
+    table = program("table")
+    assert table.lead_table(rows).splitlines() == [
+        "| seqlen | 512 | 8192 |",
+        "| --- | ---: | ---: |",
+        "| forward, accurate, head_dim 128 | - / 1.40 | 1.11 / 1.20 |",
+        "| forward, bf16, head_dim 128 | - / - | - / 1.05 |",
+        "| backward, bf16, head_dim 128 | - / - | - / 1.20 |",
+    ]
+    assert table.lead_table(rows[3:7]) == ""
+
+
 def test_tables_of_the_other_kinds(program, saved):
     pipe = {"sm_clock_mhz": 1700.0, "power_w": 699.6, "of_peak": 0.5, "tensor_pct": 60.04}
     who = {"impl": "jax_fa3", "precision": "bf16", "preset": None, **SHAPE}
