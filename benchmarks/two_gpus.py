@@ -26,6 +26,7 @@ import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
 
 import argparse
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -91,9 +92,11 @@ class Beside:
     """A program that runs while this one goes on."""
 
     def __init__(self, *command: str) -> None:
+        # Safe path: `-m pytest` would take the sources of this folder for the package under test.
         self.process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
+            env=os.environ | {"PYTHONSAFEPATH": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
