@@ -17,7 +17,6 @@ struct Epilogue {
   // acc_o[4j + {0, 1}]: columns 8j + 2t, +1 of row g; acc_o[4j + {2, 3}]: of row g + 8 (g = lane /
   // 4, t = lane % 4). `inverse[r]` multiplies row g + 8r and is 0 for a row that saw no key. FP8
   // then applies v_descale and v_mean, which lie in shared memory with the tile's q stage.
-  // The staging holds 64 columns: rows of 128 bytes, their 16-byte pieces swizzled.
   // Returns at 16 bits whether this lane's numbers are all finite.
   template <int kCount>
   __device__ __forceinline__ static bool store_rows(const FwdShape& shape,
@@ -25,50 +24,10 @@ struct Epilogue {
                                                     const Tile& tile, int first_row,
                                                     uint32_t staging, const float (&acc_o)[kCount],
                                                     const float (&inverse)[2]) {
-    const int lane = ptx::opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
     // 16-bit kernels write what they read.
-    const bool is_f16 = Traits::kIsFp8 ? shape.out_is_f16 : kIsF16;
-    uint32_t zeros[2] = {0, 0};  // 0 times every number
-#pragma unroll
-    for (int first = 0; first < kHeadDim; first += 64) {
-#pragma unroll
-      for (int piece = 0; piece < 8; ++piece) {
-        const int column = first + 8 * piece;
-        float2 scale = {1.0f, 1.0f}, mean = {0.0f, 0.0f};
-        if constexpr (Traits::kIsFp8) {
-          scale = ptx::load_shared_f32x2(smem.v_descales(q_stage) + 4 * (column + 2 * t));
-          mean = ptx::load_shared_f32x2(smem.v_means(q_stage) + 4 * (column + 2 * t));
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float x = acc_o[column / 2 + 2 * r] * inverse[r],
-                y = acc_o[column / 2 + 2 * r + 1] * inverse[r];
-          if constexpr (Traits::kIsFp8) {
-            // A row without keys stays 0: the mean comes back only where probabilities sum to one.
-            const float present = inverse[r] == 0.0f ? 0.0f : 1.0f;
-            x = fmaf(x, scale.x, mean.x * present);
-            y = fmaf(y, scale.y, mean.y * present);
-          }
-          const uint32_t packed = is_f16 ? ptx::pack_f16x2(x, y) : ptx::pack_bf16x2(x, y);
-          if constexpr (!Traits::kIsFp8)
-            zeros[r] =
-                kIsF16 ? ptx::fma_f16x2(packed, 0, zeros[r]) : ptx::fma_bf16x2(packed, 0, zeros[r]);
-          ptx::store_shared(staging + (g + 8 * r) * 128 + (piece ^ g) * 16 + 4 * t, packed);
-        }
-      }
-      __syncwarp();
-      // Back as 16-byte pieces: 8 lanes hold the 128 bytes of a row, one whole line.
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = i * 4 + lane / 8, piece = lane % 8;
-        const uint4 data = ptx::load_shared_x4(staging + row * 128 + (piece ^ (row & 7)) * 16);
-        if (first_row + row < shape.seqlen_q) {
-          *output_piece(shape, tile, first_row + row, first / 8 + piece) = data;
-        }
-      }
-      __syncwarp();  // the staging may be written again
-    }
-    return ((zeros[0] | zeros[1]) & 0x7FFF7FFFu) == 0;
+    if (Traits::kIsFp8 ? shape.out_is_f16 : kIsF16)
+      return store_rows_as<true>(shape, smem, q_stage, tile, first_row, staging, acc_o, inverse);
+    return store_rows_as<false>(shape, smem, q_stage, tile, first_row, staging, acc_o, inverse);
   }
 
   // 16 rows that saw no key.
@@ -95,6 +54,70 @@ struct Epilogue {
   }
 
  private:
+  // The staging holds 64 columns: rows of 128 bytes, their 16-byte pieces swizzled.
+  template <bool kToF16, int kCount>
+  __device__ __forceinline__ static bool store_rows_as(
+      const FwdShape& shape, const FwdSmem<Config>& smem, int q_stage, const Tile& tile,
+      int first_row, uint32_t staging, const float (&acc_o)[kCount], const float (&inverse)[2]) {
+    const int lane = ptx::opaque(threadIdx.x) & 31, t = lane & 3;
+    // stmatrix takes row lane % 8 (+ 8) of piece 0 or 1 from this lane's address, and of the pieces
+    // after those from it with bits flipped.
+    const uint32_t matrix_row =
+        staging + (lane & 15) * 128 + ((static_cast<uint32_t>(lane) / 16 ^ (lane & 7)) << 4);
+    // Back as 16-byte pieces: 8 lanes hold the 128 bytes of a row, one whole line.
+    const int row = lane / 8, piece = lane % 8;
+    const uint32_t staged = staging + row * 128 + ((piece ^ row) << 4);
+    uint4* const out = output_piece(shape, tile, first_row + row, piece);
+    const int64_t four_rows = static_cast<int64_t>(shape.num_heads_q) * (kHeadDim / 2);  // pieces
+    // FP8: a row without keys stays 0, mean or not.
+    const uint32_t present[2] = {inverse[0] == 0.0f ? 0u : ~0u, inverse[1] == 0.0f ? 0u : ~0u};
+    uint32_t zeros[2] = {0, 0};  // 0 times every number
+    // FP8, of the 64 columns in hand: read before the staging is written, so that nobody waits.
+    const uint32_t factors = smem.v_descales(q_stage) + 8 * t;
+    float2 scale[8], mean[8];
+    const auto load_factors = [&](int first) {
+      if constexpr (Traits::kIsFp8) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          scale[i] = ptx::load_shared_f32x2(factors + 4 * (first + 8 * i));
+          mean[i] = ptx::load_shared_f32x2(factors + 4 * (first + 8 * i) + 4 * kHeadDim);
+        }
+      }
+    };
+    load_factors(0);
+#pragma unroll
+    for (int first = 0; first < kHeadDim; first += 64) {
+      uint32_t packed[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const int r = i % 2, from = first / 2 + 2 * i;
+        float x = acc_o[from] * inverse[r], y = acc_o[from + 1] * inverse[r];
+        if constexpr (Traits::kIsFp8) {
+          x = fmaf(x, scale[i / 2].x, mean[i / 2].x);
+          y = fmaf(y, scale[i / 2].y, mean[i / 2].y);
+        }
+        packed[i] = kToF16 ? ptx::pack_f16x2(x, y) : ptx::pack_bf16x2(x, y);
+        if constexpr (Traits::kIsFp8)
+          packed[i] &= present[r];
+        else
+          zeros[r] = kToF16 ? ptx::fma_f16x2(packed[i], 0, zeros[r])
+                            : ptx::fma_bf16x2(packed[i], 0, zeros[r]);
+      }
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair)
+        ptx::store_matrices_x4(matrix_row ^ (pair << 5), packed + 4 * pair);
+      if (first + 64 < kHeadDim) load_factors(first + 64);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4 data = ptx::load_shared_x4((staged ^ (i % 2 << 6)) + i * 512);
+        if (first_row + row + 4 * i < shape.seqlen_q) out[i * four_rows + first / 8] = data;
+      }
+      __syncwarp();  // the staging may be written again
+    }
+    return ((zeros[0] | zeros[1]) & 0x7FFF7FFFu) == 0;
+  }
+
   // 16 bytes of an output row.
   __device__ __forceinline__ static uint4* output_piece(const FwdShape& shape, const Tile& tile,
                                                         int row, int piece) {
