@@ -3,7 +3,7 @@
 key         what                                                             from
 cudnn       jax.nn.dot_product_attention(implementation="cudnn")             JAX
 cudnn_fp8   cuDNN's FP8 attention: one scale per tensor, FP8 output          JAX, a private module
-fa3         FlashAttention-3 forward, 16 bits                                fa3-fwd (torch)
+fa3         FlashAttention-3 forward, bf16; its wheel has no f16             fa3-fwd (torch)
 fa3_fp8     the same in e4m3, bf16 output                                    fa3-fwd (torch)
 fa3jax      FlashAttention-3 in JAX, 16 bits, head_dim 128                   flash-attn3-jax
 tokamax     Pallas Mosaic-GPU kernel, 16 bits                                tokamax
@@ -171,7 +171,7 @@ class FlashAttention3(Rival):
     CUDA graph, as JAX runs several in one program."""
 
     key, package, module = "fa3", "fa3-fwd", "fa3_fwd_interface"
-    precisions = ("bf16", "f16")
+    precisions = ("bf16",)
 
     def unavailable(self, precision: str) -> str | None:
         reason = super().unavailable(precision)
@@ -257,5 +257,4 @@ def _jax_dtype(precision: str) -> Any:
 
 def _torch_dtype(precision: str) -> Any:
     torch = importlib.import_module("torch")
-    kinds = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "f16": torch.float16}
-    return kinds[precision]
+    return torch.float8_e4m3fn if precision == "fp8" else torch.bfloat16
