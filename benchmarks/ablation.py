@@ -215,13 +215,12 @@ def operands(variant: Variant, shape: grid.Shape) -> tuple[jax.Array, ...]:
     ]
     if not variant.is_fp8:
         return (*arrays, jnp.float32(shape.head_dim**-0.5))
-    lead = (shape.batch, shape.num_heads_kv)
-    factor = jnp.full(lead, shape.head_dim**-0.5 * math.log2(math.e), jnp.float32)
+    factor = jnp.float32(shape.head_dim**-0.5 * math.log2(math.e))
     return tuple(
         _ffi.quantize_operands(
             *arrays,
             factor,
-            jnp.ones(lead, jnp.float32),
+            jnp.float32(1),
             image_dtype=jnp.float8_e4m3fn,
             hadamard=True,
             smooth_key=True,

@@ -20,8 +20,11 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   const auto [batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim] = sizes;
   check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("v", v, {batch, seqlen_k, num_heads_kv, head_dim});
-  check.shape("factor", factor, {batch, num_heads_kv});
-  check.shape("v_factor", v_factor, {batch, num_heads_kv});
+  // Nobody need fill an array with one number.
+  const bool one_factor = factor.dimensions().size() == 0;
+  const bool one_v_factor = v_factor.dimensions().size() == 0;
+  if (!one_factor) check.shape("factor", factor, {batch, num_heads_kv});
+  if (!one_v_factor) check.shape("v_factor", v_factor, {batch, num_heads_kv});
   check.shape("q_shift", *q_shift, {batch, num_heads_q, round_up(seqlen_q, kSlab)});
   check.shape("workspace", *workspace,
               {batch, num_heads_kv, quantize_chunks(seqlen_k) + 1, 4, head_dim});
@@ -39,6 +42,8 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   params.v = v.untyped_data();
   params.factor = factor.typed_data();
   params.v_factor = v_factor.typed_data();
+  params.one_factor = one_factor;
+  params.one_v_factor = one_v_factor;
   fill_sizes(params, sizes);
   params.head_dim = static_cast<int>(head_dim);
   params.hadamard = hadamard;
@@ -63,8 +68,8 @@ XLA_FFI_DEFINE_HANDLER(
         .Arg<ffi::AnyBuffer>()         // q          [batch, seqlen_q, num_heads_q, head_dim]
         .Arg<ffi::AnyBuffer>()         // k          [batch, seqlen_k, num_heads_kv, head_dim]
         .Arg<ffi::AnyBuffer>()         // v          like k
-        .Arg<ffi::Buffer<ffi::F32>>()  // factor     [batch, num_heads_kv]
-        .Arg<ffi::Buffer<ffi::F32>>()  // v_factor   [batch, num_heads_kv]
+        .Arg<ffi::Buffer<ffi::F32>>()  // factor     [batch, num_heads_kv] or []
+        .Arg<ffi::Buffer<ffi::F32>>()  // v_factor   [batch, num_heads_kv] or []
         .Ret<ffi::AnyBuffer>()         // q_image    [batch, num_heads_q, rows, head_dim] float8
         .Ret<ffi::Buffer<ffi::F32>>()  // q_descale  [batch, num_heads_q, rows]
         .Ret<ffi::Buffer<ffi::F32>>()  // q_shift    [batch, num_heads_q, rows]

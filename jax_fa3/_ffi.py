@@ -148,8 +148,9 @@ def quantize_operands(
     Args:
       query: [batch, seqlen_q, num_heads_q, head_dim], 16-bit float or float8.
       key, value: [batch, seqlen_k, num_heads_kv, head_dim], each of its own dtype of those.
-      factor: f32 [batch, num_heads_kv], softmax_scale * log2(e) * query_descale * key_descale.
-      v_factor: f32 [batch, num_heads_kv], value_descale.
+      factor: f32 [batch, num_heads_kv] or [], softmax_scale * log2(e) * query_descale *
+        key_descale.
+      v_factor: f32 [batch, num_heads_kv] or [], value_descale.
       image_dtype: float8_e4m3fn or float8_e5m2.
       hadamard, smooth_key, center_value: which exact-softmax steps are applied before rounding.
     """

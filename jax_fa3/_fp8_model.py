@@ -87,7 +87,7 @@ class _Prepared(NamedTuple):
     value: jax.Array
     query_shift: jax.Array | None
     value_mean: jax.Array | None
-    factor: jax.Array  # [batch, num_heads_kv]
+    factor: jax.Array  # [batch, num_heads_kv] or []
     value_factor: jax.Array | None  # [batch, num_heads_kv], float8 value only
     query_bad: jax.Array  # bool [batch, seqlen_q, num_heads_q]
     key_bad: jax.Array  # bool [batch, seqlen_k, num_heads_kv]: the key row itself
@@ -163,10 +163,9 @@ def _straight_through_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -
 
 
 def logits_factor(operands: Operands) -> jax.Array:
-    """softmax_scale * log2(e) * query_descale * key_descale: float32 [batch, num_heads_kv]."""
-    dims = dims_of(operands)
-    scale = operands.softmax_scale * np.float32(LOG2_E)
-    factor = jnp.broadcast_to(scale, (dims.batch, dims.num_heads_kv))
+    """softmax_scale * log2(e) * query_descale * key_descale: float32 [batch, num_heads_kv], []
+    without descales."""
+    factor: jax.Array = operands.softmax_scale * np.float32(LOG2_E)
     for descale in (operands.query_descale, operands.key_descale):
         factor = factor if descale is None else factor * descale
     return factor
@@ -372,7 +371,8 @@ def _mean(x: jax.Array, valid: jax.Array | None) -> jax.Array:
 
 
 def _per_query_head(factor: jax.Array, dims: Dims) -> jax.Array:
-    """[batch, num_heads_kv] to [batch, num_heads_q]."""
+    """[batch, num_heads_kv] or [] to [batch, num_heads_q]."""
+    factor = jnp.broadcast_to(factor, (dims.batch, dims.num_heads_kv))
     return jnp.repeat(factor, dims.num_heads_q // dims.num_heads_kv, axis=1)
 
 

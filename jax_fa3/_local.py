@@ -245,15 +245,14 @@ def quantize(operands: Operands, config: Config) -> _ffi.Images:
     """The images of rank-4 operands as config wants them: the first FFI call of precision="fp8"."""
     query, key, value = operands.query, operands.key, operands.value
     quantization = config.quantization
-    factor = _fp8_model.logits_factor(operands)
     v_factor = operands.value_descale
     if v_factor is None:
-        v_factor = jnp.ones_like(factor)
+        v_factor = jnp.float32(1)
     return _ffi.quantize_operands(
         query,
         key,
         value,
-        factor.astype(jnp.float32),
+        _fp8_model.logits_factor(operands).astype(jnp.float32),
         v_factor.astype(jnp.float32),
         image_dtype=jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
         hadamard=_shapes.uses_hadamard(config, query, key),

@@ -121,7 +121,8 @@ def _native_operands(operands: Operands, dims: Dims) -> EffectiveOperands:
     query, query_bad = finite_part(operands.query)
     key, key_bad = finite_part(operands.key)
     value, value_bad = finite_part(operands.value)
-    factor = jnp.repeat(logits_factor(operands), dims.num_heads_q // dims.num_heads_kv, axis=1)
+    factor = jnp.broadcast_to(logits_factor(operands), (dims.batch, dims.num_heads_kv))
+    factor = jnp.repeat(factor, dims.num_heads_q // dims.num_heads_kv, axis=1)
     query = query * factor[:, None, :, None]
     if operands.value_descale is not None:
         value = value * operands.value_descale[:, None, :, None]

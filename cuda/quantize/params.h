@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../common/element_kind.h"
+#include "../common/layout.h"
 
 namespace jax_fa3 {
 
@@ -14,6 +15,7 @@ struct QuantizeParams {
   const void* v;          // [batch, seqlen_k, num_heads_kv, head_dim]  v_kind
   const float* factor;    // [batch, num_heads_kv]: softmax_scale * log2(e) * q_descale * k_descale
   const float* v_factor;  // [batch, num_heads_kv]: descale of a float8 v; not read for a 16-bit v
+  bool one_factor, one_v_factor;  // factor, v_factor: a single one, of all heads
 
   ElementKind q_kind;
   ElementKind k_kind;
@@ -46,6 +48,14 @@ struct QuantizeParams {
   // Chunk c holds the sum of k and the sum, minimum and maximum of v over its keys, later the sums
   // of v's codes in its granules; the last slot: WorkspaceResult (stats_kernels.cuh).
   float* workspace;
+
+  // `kv_head` counts over the batch.
+  FA3_HOST_DEVICE float factor_of(int64_t kv_head) const {
+    return factor[one_factor ? 0 : kv_head];
+  }
+  FA3_HOST_DEVICE float v_factor_of(int64_t kv_head) const {
+    return v_factor[one_v_factor ? 0 : kv_head];
+  }
 };
 
 }  // namespace jax_fa3

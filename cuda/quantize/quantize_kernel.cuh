@@ -92,7 +92,7 @@ __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
     __syncthreads();  // the mean is there
   }
   const float factor =
-      params.factor[static_cast<int64_t>(place.batch) * params.num_heads_kv + kv_head];
+      params.factor_of(static_cast<int64_t>(place.batch) * params.num_heads_kv + kv_head);
   const float row_factor = hadamard ? factor / kHeadDim : factor;
   // float8 codes keep their values: the factor goes into the descale.
   const float code_factor = is_float8(q.kind) ? 1.0f : row_factor;

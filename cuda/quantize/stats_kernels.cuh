@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kFinalizeThreads) finalize_stats(const Quantiz
 
   const int64_t kv_head = static_cast<int64_t>(batch) * params.num_heads_kv + head;
   const int64_t place = kv_head * kHeadDim + channel;
-  const float v_factor = v_is_float8 ? params.v_factor[kv_head] : 1.0f;
+  const float v_factor = v_is_float8 ? params.v_factor_of(kv_head) : 1.0f;
   const ValueScale scale =
       value_scale(amax, v_is_float8, v_factor, params.image_kind == ElementKind::kE5m2);
   if (!center) params.v_mean[place] = 0.0f;  // else correct_v_mean's task

@@ -200,15 +200,14 @@ def _kernel_alone(
     plan = jax_fa3.explain(query, key, value, is_causal=shape.is_causal, quantization=quantization)
     if plan.path != "cuda":
         raise Unavailable(dict(plan.not_taken)["cuda"])
-    lead = (shape.batch, shape.num_heads_kv)
 
     def quantize(q: jax.Array, k: jax.Array, v: jax.Array) -> _ffi.Images:
         return _ffi.quantize_operands(
             q,
             k,
             v,
-            jnp.full(lead, shape.head_dim**-0.5 * math.log2(math.e), jnp.float32),
-            jnp.ones(lead, jnp.float32),
+            jnp.float32(shape.head_dim**-0.5 * math.log2(math.e)),
+            jnp.float32(1),
             image_dtype=jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
             hadamard=bool(quantization.hadamard),  # "auto" is on for 64, 128 and 256
             smooth_key=quantization.smooth_key,

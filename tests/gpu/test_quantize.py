@@ -43,6 +43,16 @@ def test_images_match_the_model(case):
     quantize_data.check(case, results, model, exact=exact)
 
 
+def test_one_factor_for_all_heads():
+    """Scalars give what arrays of them give."""
+    case = Case(seqlen_q=300, seqlen_k=700, v_dtype="e4m3", center_value=False)
+    q, k, v, *factors = map(jnp.asarray, quantize_data.make(case))
+    one = [x[0, 0] for x in factors]
+    filled = as_numpy(quantize(case, q, k, v, *(jnp.full((2, 2), x) for x in one)))
+    for name, result in as_numpy(quantize(case, q, k, v, *one)).items():
+        np.testing.assert_array_equal(result, filled[name], name)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_two_runs_agree_in_every_bit(head_dim):
     case = Case(seqlen_q=1000, seqlen_k=3001, head_dim=head_dim, data="outliers")

@@ -97,6 +97,7 @@ py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
   const auto v_factor_in = guarded(v_factor.data(), v_factor.nbytes());
   params.q = q_in->as<void>(), params.k = k_in->as<void>(), params.v = v_in->as<void>();
   params.factor = factor_in->as<float>(), params.v_factor = v_factor_in->as<float>();
+  params.one_factor = factor.ndim() == 0, params.one_v_factor = v_factor.ndim() == 0;
 
   const size_t q_heads = static_cast<size_t>(params.batch) * params.num_heads_q;
   const size_t kv_heads = static_cast<size_t>(params.batch) * params.num_heads_kv;

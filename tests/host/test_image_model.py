@@ -77,7 +77,7 @@ def test_both_models_agree(host, case):
         False, "bottom_right", None, None, "fp8", quantization, False, np.dtype(jnp.bfloat16)
     )
     dtype = quantize_data.DTYPES[case.image_dtype]
-    factor = np.asarray(_fp8_model.logits_factor(operands))
+    factor = np.broadcast_to(_fp8_model.logits_factor(operands), v_factor.shape)
     with jax.default_matmul_precision("highest"):
         plain = _fp8_model.quantize_operands(operands, config)
     images = image_model.quantize(q, k, v, factor, v_factor, dtype=dtype, **case.flags())

@@ -74,6 +74,16 @@ def test_kernels_match_the_model(host, case):
     quantize_data.check(case, results, model_of(case, inputs), exact=False)
 
 
+def test_one_factor_for_all_heads(host):
+    """One number, and nothing behind it, stands for an array of it."""
+    case = Case(seqlen_q=70, seqlen_k=130, head_dim=64, v_dtype="e4m3", center_value=False)
+    q, k, v, *factors = quantize_data.make(case)
+    one = [np.float32(x[0, 0]) for x in factors]
+    filled = raw_results(host, case, q, k, v, *(np.full((2, 2), x) for x in one))
+    for name, result in raw_results(host, case, q, k, v, *one).items():
+        np.testing.assert_array_equal(result, filled[name], name)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_images_multiply_to_the_logits(host, head_dim):
     """Read back through the layout functions, q . k is the factor times the true product."""
