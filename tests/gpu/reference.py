@@ -7,6 +7,7 @@ formulas row by row; `test_references.py` compares the two without a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ IMPLEMENTATION = "cuda"
 LOG2_E = np.float64(np.log2(np.e))
 P_OFFSET = 8  # P is stored as 2^8 times the probability, kProbabilityOffset of the kernels
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+MAIN = ("query", "key", "value")
 DESCALES = ("query_descale", "key_descale", "value_descale")
 
 # Options of jax_fa3.attention by name: each is another kernel.
@@ -52,7 +54,7 @@ def visible(seqlen_q: int, seqlen_k: int, causal: str | None) -> Array:
     return np.tri(seqlen_q, seqlen_k, diagonal, dtype=bool)
 
 
-def _descale(inputs: dict[str, Any], name: str) -> Array:
+def descale(inputs: dict[str, Any], name: str) -> Array:
     """[batch, num_heads_kv] float32 of a descale in any of its shapes."""
     batch, _, heads_kv, _ = inputs["key"].shape
     return np.broadcast_to(np.asarray(inputs.get(name, 1.0), np.float32), (batch, heads_kv))
@@ -83,13 +85,13 @@ def _each_head(
     dtype: Any,
     rounded: Any,
 ) -> Result:
-    query, key, value = (inputs[n].astype(dtype) for n in ("query", "key", "value"))
+    query, key, value = (inputs[n].astype(dtype) for n in MAIN)
     b, sq, hq, d = query.shape
     sk, hk = key.shape[1:3]
     scale = d**-0.5 if softmax_scale is None else float(softmax_scale)
-    factor = scale * _descale(inputs, "query_descale").astype(np.float64)
-    factor *= _descale(inputs, "key_descale")
-    v_factor = _descale(inputs, "value_descale")
+    factor = scale * descale(inputs, "query_descale").astype(np.float64)
+    factor *= descale(inputs, "key_descale")
+    v_factor = descale(inputs, "value_descale")
     seen = visible(sq, sk, causal)
     out, logsumexp = np.zeros((b, sq, hq, value.shape[-1]), dtype), np.full((b, hq, sq), -np.inf)
     some = seen.any(axis=1)
@@ -107,13 +109,23 @@ def _each_head(
 
 
 def quantized(
-    inputs: dict[str, Any], *, softmax_scale: float | None = None, format_name: str = "e4m3"
+    inputs: dict[str, Any],
+    *,
+    softmax_scale: float | None = None,
+    quantization: jax_fa3.Quantization | None = None,
 ) -> numpy_reference.Quantized:
-    """What the kernels multiply, with the default steps (rotated, smoothed, centred)."""
-    main = [inputs[n] for n in ("query", "key", "value")]
-    descales = {name: _descale(inputs, name) for name in DESCALES if name in inputs}
+    """What the kernels multiply."""
+    steps = quantization or jax_fa3.Quantization()
+    main = [inputs[n] for n in MAIN]
+    descales = {name: descale(inputs, name) for name in DESCALES if name in inputs}
     return numpy_reference.quantize(
-        *main, softmax_scale=softmax_scale, format_name=format_name, **descales
+        *main,
+        softmax_scale=softmax_scale,
+        format_name=steps.dtype,
+        rotate=steps.hadamard is not False,
+        smooth_key=steps.smooth_key,
+        center_value=steps.center_value,
+        **descales,
     )
 
 
@@ -155,14 +167,21 @@ def fp8_model(
 
 def model(preset: str, inputs: dict[str, Any], *, causal: str | None, softmax_scale: Any) -> Result:
     """The model of one of PRESETS."""
-    if preset == "native":
+    return model_of(PRESETS[preset], inputs, causal=causal, softmax_scale=softmax_scale)
+
+
+def model_of(
+    options: dict[str, Any], inputs: dict[str, Any], *, causal: str | None, softmax_scale: Any
+) -> Result:
+    """The model of a call with these options, of which precision and quantization count."""
+    if options.get("precision") == "native":
         return native_model(inputs, causal=causal, softmax_scale=softmax_scale)
-    operands = _quantized_once(
-        _Inputs(inputs), softmax_scale, "e5m2" if preset == "e5m2" else "e4m3"
-    )
+    steps = options.get("quantization") or jax_fa3.Quantization()
+    exact_steps = dataclasses.replace(steps, softmax="exact")  # quantised alike
+    operands = _quantized_once(_Inputs(inputs), softmax_scale, exact_steps)
     dtype = inputs["query"].dtype
     dtype = dtype if dtype.itemsize == 2 else np.dtype(ml_dtypes.bfloat16)
-    return fp8_model(operands, causal=causal, linear=preset == "fast", out_dtype=dtype)
+    return fp8_model(operands, causal=causal, linear=steps.softmax == "linear", out_dtype=dtype)
 
 
 class _Inputs:
@@ -179,8 +198,10 @@ class _Inputs:
 
 
 @functools.lru_cache(maxsize=2)
-def _quantized_once(inputs: _Inputs, scale: Any, format_name: str) -> numpy_reference.Quantized:
-    return quantized(inputs.inputs, softmax_scale=scale, format_name=format_name)
+def _quantized_once(
+    inputs: _Inputs, scale: Any, steps: jax_fa3.Quantization
+) -> numpy_reference.Quantized:
+    return quantized(inputs.inputs, softmax_scale=scale, quantization=steps)
 
 
 # ---- runs --------------------------------------------------------------------------------------
@@ -188,8 +209,8 @@ def _quantized_once(inputs: _Inputs, scale: Any, format_name: str) -> numpy_refe
 
 def attend(inputs: dict[str, Any], *, causal: str | None = None, **options: Any) -> Result:
     """The public function on the kernels; inputs by argument name."""
-    main = [inputs[n] for n in ("query", "key", "value")]
-    rest = {n: x for n, x in inputs.items() if n not in ("query", "key", "value")}
+    main = [inputs[n] for n in MAIN]
+    rest = {n: x for n, x in inputs.items() if n not in MAIN}
     if causal is not None:
         options = {**options, "is_causal": True, "causal_alignment": causal}
     out, logsumexp = jax_fa3.attention(

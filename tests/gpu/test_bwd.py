@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
-from gpu import reference
+from gpu import reference, reference_gradients
 
 import jax_fa3
-from jax_fa3 import _explain, _fold, _fp8_model
 
 pytestmark = pytest.mark.gpu
-MAIN = ("query", "key", "value")
 
 # Odd lengths, tiles that end on their edge, one row, one key, more rows than keys, GQA 1, 3 and 8.
 SHAPES = (
@@ -45,44 +43,6 @@ def draw(shape: tuple[int, ...], head_dim: int, dtype: Any) -> tuple[dict[str, A
     return inputs, dout, rng.normal(size=(batch, heads, rows)).astype(np.float32)
 
 
-def gradients(inputs: Any, dout: Any, dlogsumexp: Any, **options: Any) -> Any:
-    """Of <out, dout> + <logsumexp, dlogsumexp> over rows that see a key."""
-
-    def loss(x: dict[str, Any]) -> Any:
-        out, logsumexp = jax_fa3.attention(
-            *(x[name] for name in MAIN), return_logsumexp=True, **options
-        )
-        finite = jnp.where(jnp.isneginf(logsumexp), 0.0, logsumexp)
-        return jnp.sum(out.astype(jnp.float32) * dout) + jnp.sum(finite * dlogsumexp)
-
-    return jax.grad(loss)({name: inputs[name] for name in MAIN})
-
-
-def exact_gradients(
-    inputs: dict[str, Any], dout: Any, dlogsumexp: Any, *, causal: str | None, scale: float
-) -> dict[str, Any]:
-    """The same in float64, by formula, one query head after another."""
-    query, key, value = (np.asarray(inputs[name]).astype(np.float64) for name in MAIN)
-    group = query.shape[2] // key.shape[2]
-    grads = {name: np.zeros(x.shape) for name, x in zip(MAIN, (query, key, value), strict=True)}
-    seen = reference.visible(query.shape[1], key.shape[1], causal)
-    for batch in range(query.shape[0]):
-        for head in range(query.shape[2]):
-            q, g = query[batch, :, head], dout[batch, :, head].astype(np.float64)
-            k, v = key[batch, :, head // group], value[batch, :, head // group]
-            logits = np.where(seen, q @ k.T * scale, -np.inf)
-            top = logits.max(axis=1, keepdims=True, initial=-1e300)
-            p = np.exp(logits - top)
-            p /= np.maximum(p.sum(axis=1, keepdims=True), 1e-300)
-            dp = g @ v.T
-            delta = (p * dp).sum(axis=1) - dlogsumexp[batch, head]
-            ds = p * (dp - delta[:, None]) * scale
-            grads["query"][batch, :, head] = ds @ k
-            grads["key"][batch, :, head // group] += ds.T @ q
-            grads["value"][batch, :, head // group] += p.T @ g
-    return grads
-
-
 @pytest.mark.parametrize("dtype", [cases.BFLOAT16, cases.FLOAT16], ids=str)
 @pytest.mark.parametrize(("head_dim", "deterministic"), WAYS)
 @pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
@@ -95,12 +55,14 @@ def test_native_shapes(causal: str | None, head_dim: int, deterministic: bool, d
 
         def kernel(x: Any, dout: Any, dlogsumexp: Any) -> Any:
             options = {"precision": "native", "implementation": "cuda", **masks}
-            return gradients(x, dout, dlogsumexp, deterministic=deterministic, **options)
+            return reference_gradients.of_call(
+                x, dout, dlogsumexp, deterministic=deterministic, **options
+            )
 
         actual = reference.run(kernel, inputs, dout, dlogsumexp)
         scale = head_dim**-0.5
-        expected = exact_gradients(inputs, dout, dlogsumexp, causal=causal, scale=scale)
-        for name in MAIN:
+        expected = reference_gradients.exact(inputs, dout, dlogsumexp, causal=causal, scale=scale)
+        for name in reference.MAIN:
             tolerances.check_close(actual[name], expected[name], limit)
 
 
@@ -122,39 +84,15 @@ def test_fp8_against_its_model(
         inputs, dout, dlogsumexp = draw(shape, head_dim, cases.BFLOAT16)
 
         def kernel(x: Any, dout: Any, dlogsumexp: Any, options: Any = options) -> Any:
-            return gradients(x, dout, dlogsumexp, implementation="cuda", **options)
+            return reference_gradients.of_call(
+                x, dout, dlogsumexp, implementation="cuda", **options
+            )
 
         actual = reference.run(kernel, inputs, dout, dlogsumexp)
         with jax.default_device(jax.devices("cpu")[0]):
-            expected = _model_gradients(inputs, dout, dlogsumexp, causal, options)
-        for name in MAIN:
+            expected = reference_gradients.model(inputs, dout, dlogsumexp, causal, options)
+        for name in reference.MAIN:
             tolerances.check_close(actual[name], expected[name], tolerances.BACKWARD_FP8)
-
-
-def _model_gradients(
-    inputs: Any, dout: Any, dlogsumexp: Any, causal: str | None, options: dict[str, Any]
-) -> dict[str, Any]:
-    main = {name: jnp.asarray(np.asarray(inputs[name]).astype(np.float32)) for name in MAIN}
-    config, _ = _explain.plan_of("attention", *main.values(), **options)
-
-    def effective(x: dict[str, Any]) -> Any:
-        found = _fp8_model.effective_operands(
-            _fold.fold_operands(*(x[name] for name in MAIN)), config
-        )
-        value = found.value
-        if found.value_mean is not None:
-            value = value + found.value_mean[:, None]
-        shift = found.query_shift
-        return found.query, found.key, value, jnp.zeros(()) if shift is None else shift
-
-    (query, key, value, shift), pull = jax.jit(lambda x: jax.vjp(effective, x))(main)
-    ln_2 = float(np.log(2))
-    multiplied = dict(zip(MAIN, (query, key, value), strict=True))
-    grads = exact_gradients(multiplied, dout, dlogsumexp, causal=causal, scale=ln_2)
-    seen = reference.visible(query.shape[1], key.shape[1], causal).any(axis=1)
-    dshift = ln_2 * dlogsumexp * seen if shift.ndim else np.zeros(())
-    cotangents = (*grads.values(), dshift)
-    return dict(pull(tuple(jnp.asarray(g, jnp.float32) for g in cotangents))[0])
 
 
 @pytest.mark.parametrize(("head_dim", "deterministic"), WAYS)
@@ -164,13 +102,13 @@ def test_error_next_to_cudnn(causal: str | None, head_dim: int, deterministic: b
     shape, limit = (2, 512, 512, 4, 4), 1.2
     rng = np.random.default_rng(8)
     size = (shape[0], shape[1], shape[3], head_dim)
-    inputs = {name: rng.normal(size=size).astype(cases.BFLOAT16) for name in MAIN}
+    inputs = {name: rng.normal(size=size).astype(cases.BFLOAT16) for name in reference.MAIN}
     dout = rng.normal(size=size).astype(cases.BFLOAT16)
     zero = np.zeros((shape[0], shape[3], shape[1]), np.float32)
 
     def both(x: Any, dout: Any) -> Any:
         def grads(attend: Any) -> Any:
-            _, pull = jax.vjp(lambda x: attend(*(x[name] for name in MAIN)), x)
+            _, pull = jax.vjp(lambda x: attend(*(x[name] for name in reference.MAIN)), x)
             return pull(dout)[0]
 
         def cudnn(q: Any, k: Any, v: Any) -> Any:
@@ -190,10 +128,10 @@ def test_error_next_to_cudnn(causal: str | None, head_dim: int, deterministic: b
         return grads(ours), grads(cudnn)
 
     ours, theirs = reference.run(both, inputs, dout)
-    exact = exact_gradients(
+    exact = reference_gradients.exact(
         inputs, dout.astype(np.float32), zero, causal=causal, scale=head_dim**-0.5
     )
-    for name in MAIN:
+    for name in reference.MAIN:
         error = tolerances.rel_l2(ours[name], exact[name])
         rival = tolerances.rel_l2(theirs[name], exact[name])
         assert (error <= limit * rival).all(), (name, error, rival)
@@ -205,7 +143,7 @@ def test_vmap_of_grad_is_the_loop(precision: str, deterministic: bool) -> None:
     """Shared keys get one gradient per example; a mapped softmax_scale is a launch for each."""
     inputs, dout, _ = draw((3, 200, 333, 4, 2), 64, cases.BFLOAT16)
     scales = np.array([0.05, 0.125, 0.3], np.float32)
-    query, key, value = (jnp.asarray(inputs[name])[:, None] for name in MAIN)
+    query, key, value = (jnp.asarray(inputs[name])[:, None] for name in reference.MAIN)
 
     def loss(q: Any, k: Any, v: Any, scale: Any, dout: Any) -> Any:
         out = jax_fa3.attention(
@@ -240,7 +178,7 @@ def test_repeats_within_the_order_of_additions(head_dim: int) -> None:
     inputs, dout, dlogsumexp = draw((2, 700, 1500, 4, 2), head_dim, cases.BFLOAT16)
     fixed = head_dim == 256
     options = {"precision": "native", "is_causal": True}
-    run = jax.jit(lambda x: gradients(x, dout, dlogsumexp, **options))
+    run = jax.jit(lambda x: reference_gradients.of_call(x, dout, dlogsumexp, **options))
     assert "jax_fa3_bwd" in run.lower(inputs).as_text()
     first = jax.tree.map(np.asarray, run(inputs))
     size = np.abs(first["query"].astype(np.float32)).max()
@@ -258,7 +196,9 @@ def test_extreme_logits_stay_finite(head_dim: int) -> None:
     inputs, dout, dlogsumexp = draw((1, 300, 300, 2, 2), head_dim, cases.BFLOAT16)
     for scale in (0.0, 1e3, -1e3):
         grads = jax.jit(
-            lambda x, s: gradients(x, dout, dlogsumexp, softmax_scale=s, precision="native")
+            lambda x, s: reference_gradients.of_call(
+                x, dout, dlogsumexp, softmax_scale=s, precision="native"
+            )
         )(inputs, np.float32(scale))
         assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in grads.values()), scale
 
