@@ -1,0 +1,175 @@
+"""tests/gpu/soak.py as far as a machine without a GPU can: draws, checks, watchdog, a dry run."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cli.helpers import ROOT, run
+from gpu import reference, reference_gradients, soak, soak_cases, soak_checks
+
+from jax_fa3._cli import results
+
+PROGRAM = ROOT / "tests" / "gpu" / "soak.py"
+DRAWN = [soak_cases.draw_case(3, index) for index in range(3000)]
+
+
+def test_a_case_follows_from_its_seed_and_index() -> None:
+    assert soak_cases.draw_case(3, 17) == DRAWN[17]
+    assert soak_cases.draw_case(4, 17) != DRAWN[17]
+    one, other = (DRAWN[17].inputs(draw) for draw in (0, 1))
+    reference.assert_same_bits(one, DRAWN[17].inputs(0))
+    assert not np.array_equal(one["key"], other["key"])
+
+
+def test_draws_cover_the_kernels() -> None:
+    """Every kernel with every mask; every layout, scale and kind of input; sizes from 0 on."""
+    masks = (None, "bottom_right", "top_left")
+    kernels = {(c.head_dim, p, c.dtype, c.causal) for c in DRAWN for p in c.presets}
+    presets = ("native", *soak_cases.FP8)
+    expected = set(itertools.product((64, 128, 256), presets, ("bfloat16", "float16"), masks))
+    assert not expected - kernels
+    backward = {
+        (c.head_dim, c.gradient == "native", c.dtype, c.deterministic) for c in DRAWN if c.gradient
+    }
+    assert len(backward) == 3 * 2 * 2 * 2
+    for field, values in {
+        "form": set(soak_cases.FORMS),
+        "descale": set(soak_cases.DESCALE_SHAPES),
+        "scale": {"default", "negative", "traced", "zero", "tiny", "large", "huge"},
+        "group": {1, 2, 3, 4, 5, 8, 16},
+    }.items():
+        assert values <= {getattr(c, field) for c in DRAWN}, field
+    for field in ("batch", "seqlen_q", "seqlen_k"):
+        found = {getattr(c, field) for c in DRAWN}
+        assert {0, 1, 2, 3} <= found, field
+    assert max(c.seqlen_k for c in DRAWN) > 5000
+    assert sum(c.seqlen_q != c.seqlen_k for c in DRAWN) > 2000
+    assert len({c.stored for c in DRAWN}) > 10
+    assert len({c.spoiled and c.spoiled[0] for c in DRAWN}) == 4
+
+
+def perfect_program(case: soak_cases.Case) -> Any:
+    """A case whose kernels did exactly what the models say."""
+    host = [case.inputs(draw) for draw in range(2)]
+    first = []
+    for draw, inputs in enumerate(host):
+        options = {"causal": case.causal, "softmax_scale": case.softmax_scale()}
+        found = {p: reference.model_of(case.options(p), inputs, **options) for p in case.presets}
+        found = {p: r._replace(logsumexp=np.float32(r.logsumexp)) for p, r in found.items()}
+        scale = case.head_dim**-0.5
+        grads = reference_gradients.exact(
+            inputs, *case.cotangents(draw), causal=case.causal, scale=scale
+        )
+        first.append((found, {n: g.astype(inputs[n].dtype) for n, g in grads.items()}))
+    return SimpleNamespace(case=case, host=host, first=first, is_kernel=True)
+
+
+def small_case(**fields: Any) -> soak_cases.Case:
+    own = {"seed": 1, "index": 2, "batch": 2, "seqlen_q": 37, "seqlen_k": 53, "heads_kv": 2,
+           "group": 3, "head_dim": 64, "causal": "bottom_right", "dtype": "bfloat16",
+           "stored": (None, None, None), "descale": "heads", "presets": ("native", "fast"),
+           "scale": "default", "data": ("mixed", "outlier"), "form": "plain",
+           "gradient": "native", "deterministic": True, "spoiled": None}  # fmt: skip
+    return soak_cases.Case(**{**own, **fields})
+
+
+def test_checks_accept_the_models_and_reject_what_is_wrong() -> None:
+    case = small_case()
+    notes, failed = soak_checks.check(perfect_program(case))
+    assert failed == []
+    assert [kind for kind, _ in notes[:3]] == [
+        "forward native, bf16 inputs",
+        "forward fast, bf16 inputs",
+        "backward native, bf16 inputs, deterministic",
+    ]
+
+    def spoil(edit: Any) -> list[str]:
+        program = perfect_program(case)
+        edit(*program.first[1])
+        return soak_checks.check(program)[1]
+
+    def scaled(preset: str) -> Any:
+        def edit(found: Any, grads: Any) -> None:
+            out = found[preset].out
+            found[preset] = found[preset]._replace(out=(1.1 * out).astype(out.dtype))
+
+        return edit
+
+    def one_head_lost(found: Any, grads: Any) -> None:
+        grads["key"][1, :, 1] = 0
+
+    def one_nan(found: Any, grads: Any) -> None:
+        found["fast"].logsumexp[1, 2, 3] = np.nan
+
+    for edit, words in (
+        (scaled("native"), "draw 1, native: error"),
+        (one_head_lost, "draw 1, gradient of native: dkey"),
+        (one_nan, "draw 1, fast: isnan"),
+    ):
+        (message,) = spoil(edit)
+        assert message.startswith(words), message
+
+
+def flags_of(**own: Any) -> argparse.Namespace:
+    given = {"seconds": 30, "workers": 1, "worker": None, "seed": 1, "only": None, "limit": 1,
+             "json": None, "dry_run": True}  # fmt: skip
+    return argparse.Namespace(**{**given, **own})
+
+
+def test_a_call_that_hangs_ends_its_process(tmp_path: Path) -> None:
+    """The timer of faulthandler, which needs no GIL; the last line names the case."""
+    hang = (
+        f"import sys; sys.path[:0] = [{str(PROGRAM.parent)!r}]; sys.argv = ['soak.py', "
+        "'--worker', '0', '--workers', '1', '--limit', '0.05', '--dry-run']; "
+        "import soak, threading; soak.soak_program.Program = lambda *_: threading.Event().wait(); "
+        "sys.exit(soak.main())"
+    )
+    done = run("-c", hang, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert str(soak_cases.draw_case(0, 0)) in done.stdout.splitlines()[-1]
+
+
+def test_failures_and_deaths_are_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(flags: Any, number: int, events: Any) -> None:
+        for event in happens:
+            events.put((number, event))
+
+    monkeypatch.setattr(soak, "start", start)
+    end = {"end": "case 7", "index": 7, "calls": 5, "failed": [], "notes": [("k", {"error": 0.1})]}
+    begin = {"begin": "case 8"}
+    happens = [end, {"exit": 0}]
+    assert soak.run_all(flags_of()) == 0
+    happens = [{**end, "failed": ["out is wrong"]}, {"exit": 0}]
+    assert soak.run_all(flags_of()) == 1
+    assert "soak.py --seed 1 --only 7\n  out is wrong" in capsys.readouterr().out
+    happens = [end, begin, {"exit": 1}]
+    assert soak.run_all(flags_of(workers=2)) == soak.HANG
+    printed = capsys.readouterr().out
+    assert printed.count("DIED with 1, in case 8") == 2
+    assert "2 cases, 10 calls" in printed
+    happens = [begin]
+    monkeypatch.setattr(soak, "start", lambda *a: start(*a) or SimpleNamespace(kill=lambda: None))
+    assert soak.run_all(flags_of(seconds=0, limit=0)) == soak.HANG
+    assert "HUNG in case 8" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_dry_run(tmp_path: Path) -> None:
+    path = tmp_path / "soak.json"
+    done = run(PROGRAM, "--dry-run", "--seconds", 1, "--workers", 1, "--seed", 1, "--limit", 60,
+               "--json", path, cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    meta, rows = results.read(path)
+    assert (meta["failures"], meta["died"], meta["partial"]) == (0, 0, False)
+    assert meta["dry_run"]
+    assert meta["cases"] >= 1
+    assert all(row["kind"] == "soak" and row["checks"] >= 1 and row["worst"] for row in rows)

@@ -1,0 +1,250 @@
+"""Random calls of every kernel against float64 for a given time, under a watchdog.
+
+python tests/gpu/soak.py --seconds 600 --workers 8 --seed 1 --json soak.json
+
+  --seconds N    how long; a case that began before the end is finished
+  --workers N    processes, each with cases of its own; XLA's compiler takes most of the time
+  --seed N       what is drawn; case K of a seed is the same for any number of workers
+  --only K       case K of the seed alone, in this process, with what was measured
+  --limit N      seconds that one call may take before the program ends (compiling: ten times that)
+  --json FILE    result file: cases, calls, failures and worst errors of each kind
+  --dry-run      the XLA path instead of the kernels, on any device
+
+A case (soak_cases.py) is one random shape with random options, compiled once: batch, lengths from 0
+to thousands and about the edges of tiles, head_dim, grouped heads, masks, bfloat16, float16 and
+float8 inputs, descales, presets, softmax_scale, gradients, layouts, vmap. It runs on several draws
+of data over poisoned memory, and each result is compared with the references of the GPU tests. Then
+calls of this and earlier cases, launched by two threads, are in flight together and must repeat bit
+by bit. Exit code: 0, 1 after a failure, 3 when a call hung or a worker died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/
+
+import jax
+import numpy as np
+from gpu import soak_cases, soak_checks, soak_program
+
+from jax_fa3._cli import results
+
+POOL, POOL_BYTES = 5, 2**28
+IN_FLIGHT = 24  # calls of each of two threads
+HANG = 3
+# Workers share the GPU and the cores.
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "2"}
+
+
+# ---- one process ---------------------------------------------------------------------------------
+
+
+def cases_of(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Runs this worker's cases until the time is over; yields what begins and what ended.
+
+    faulthandler's own thread ends the process when a call takes too long: it needs no GIL, so it
+    also works when the call never comes back from C.
+    """
+    end = time.monotonic() + flags.seconds
+    rng = np.random.default_rng([flags.seed, flags.worker])
+    pool: list[soak_program.Program] = []
+    indices = range(flags.worker, sys.maxsize, flags.workers)
+    for index in indices if flags.only is None else [flags.only]:
+        if flags.only is None and time.monotonic() >= end:
+            return
+        case = soak_cases.draw_case(flags.seed, index)
+        yield {"begin": str(case)}
+        notes: list[tuple[str, soak_checks.Notes]] = []
+        calls, failed = 0, list[str]()
+        broken = False
+        try:
+            faulthandler.dump_traceback_later(10 * flags.limit, exit=True)
+            program = soak_program.Program(case, "xla" if flags.dry_run else "cuda")
+            faulthandler.dump_traceback_later(flags.limit * len(program.arguments), exit=True)
+            program.run_first()
+            faulthandler.cancel_dump_traceback_later()
+            calls += len(program.arguments)
+            notes, failed = soak_checks.check(program)
+            pool = [*pool, program][-POOL:]
+            while len(pool) > 1 and sum(p.size for p in pool) > POOL_BYTES:
+                pool = pool[1:]
+            faulthandler.dump_traceback_later(2 * flags.limit, exit=True)
+            calls += soak_program.repeat(pool, 2 if flags.dry_run else IN_FLIGHT, rng)
+        except Exception as error:
+            failed.append(f"{type(error).__name__}: {error}")
+            broken = isinstance(error, jax.errors.JaxRuntimeError)
+        faulthandler.cancel_dump_traceback_later()
+        yield {"end": str(case), "index": index, "calls": calls, "failed": failed, "notes": notes}
+        if broken:
+            raise RuntimeError("after an error of the runtime the device is not to be trusted")
+
+
+def work(flags: argparse.Namespace) -> int:
+    """A worker: one line of JSON for each event."""
+    for event in cases_of(flags):
+        print(json.dumps(event), flush=True)
+    print(json.dumps({"done": True}), flush=True)
+    return 0
+
+
+def run_one(flags: argparse.Namespace) -> int:
+    """One case again, with all that was measured."""
+    failed = []
+    for event in cases_of(flags):
+        print(event.get("begin", ""))
+        failed += event.get("failed", [])
+        for kind, measured in event.get("notes", ()):
+            print(f"  {kind}: " + ", ".join(f"{n} {v:.3g}" for n, v in measured.items()))
+    print("\n".join(failed) or "ok")
+    return 1 if failed else 0
+
+
+# ---- all workers ---------------------------------------------------------------------------------
+
+
+class Summary:
+    """Counts and worst errors by kind; rows of a result file."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.cases = self.calls = self.failures = 0
+        self.kinds: dict[str, dict[str, Any]] = {}
+
+    def add(self, event: dict[str, Any]) -> None:
+        self.cases += 1
+        self.calls += event["calls"]
+        self.failures += bool(event["failed"])
+        for kind, measured in event["notes"]:
+            row = self.kinds.setdefault(kind, {"checks": 0, "worst": {}})
+            row["checks"] += 1
+            for name, value in measured.items():
+                row["worst"][name] = max(row["worst"].get(name, 0.0), float(f"{value:.3g}"))
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"kind": "soak", "check": kind, "seed": self.seed, **self.kinds[kind]}
+            for kind in sorted(self.kinds)
+        ]
+
+
+def start(
+    flags: argparse.Namespace, number: int, events: queue.Queue[Any]
+) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, str(Path(__file__).resolve()), "--worker", str(number),
+        "--workers", str(flags.workers), "--seed", str(flags.seed),
+        "--seconds", str(flags.seconds), "--limit", str(flags.limit),
+        *(["--dry-run"] if flags.dry_run else []),
+    ]  # fmt: skip
+    environment = {**os.environ, **ENVIRONMENT}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                events.put((number, json.loads(line)))
+            except json.JSONDecodeError:
+                print(f"worker {number}: {line}", end="")
+        events.put((number, {"exit": process.wait()}))
+
+    threading.Thread(target=read, daemon=True).start()
+    return process
+
+
+def run_all(flags: argparse.Namespace) -> int:
+    began = time.monotonic()
+    events: queue.Queue[Any] = queue.Queue()
+    workers = [start(flags, number, events) for number in range(flags.workers)]
+    summary = Summary(flags.seed)
+    facts = {"dry_run": True} if flags.dry_run else {}
+    meta = results.meta(seed=flags.seed, workers=flags.workers, **facts) if flags.json else {}
+    open_cases: dict[int, str | None] = {}
+    running, died, written = set(range(flags.workers)), 0, 0.0
+    # A worker's own watchdog comes first; this one is for a process that cannot even be ended.
+    last = began + flags.seconds + 30 * flags.limit
+    again = f"python tests/gpu/soak.py --seed {flags.seed} --only"
+
+    def write(partial: bool) -> None:
+        if flags.json:
+            block = {
+                **meta, "seconds": round(time.monotonic() - began, 1), "cases": summary.cases,
+                "calls": summary.calls, "failures": summary.failures, "died": died, "skipped": [],
+                "partial": partial,
+            }  # fmt: skip
+            results.write(flags.json, block, summary.rows())
+
+    while running:
+        try:
+            number, event = events.get(timeout=1)
+        except queue.Empty:
+            if time.monotonic() > last:
+                break
+            continue
+        if "begin" in event:
+            open_cases[number] = event["begin"]
+        elif "end" in event:
+            open_cases[number] = None
+            summary.add(event)
+            if event["failed"]:
+                print(f"FAILED {event['end']}\n  again: {again} {event['index']}")
+                print("".join(f"  {line}\n" for line in event["failed"]), end="", flush=True)
+        elif "exit" in event:
+            running.discard(number)
+            if event["exit"] != 0 or open_cases.get(number):
+                died += 1
+                print(f"DIED with {event['exit']}, in {open_cases.get(number)}", flush=True)
+        if time.monotonic() > written + 10:
+            written = time.monotonic()
+            write(partial=True)
+    for number in running:
+        died += 1
+        print(f"HUNG in {open_cases.get(number)}", flush=True)
+        workers[number].kill()
+    write(partial=bool(running))
+    for row in summary.rows():
+        worst = ", ".join(f"{name} {value:.2g}" for name, value in row["worst"].items())
+        print(f"{row['check']}: {row['checks']} checks; worst {worst or '-'}")
+    print(
+        f"{summary.cases} cases, {summary.calls} calls in {time.monotonic() - began:.0f} s, "
+        f"{summary.failures} failed, {died} workers died"
+    )
+    return HANG if died else int(summary.failures > 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int)
+    parser.add_argument("--limit", type=float, default=20)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    os.environ.update(ENVIRONMENT)  # before JAX looks for devices
+    if flags.only is not None:
+        flags.worker = 0
+        return run_one(flags)
+    return run_all(flags) if flags.worker is None else work(flags)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # without waiting for what a hung device holds

@@ -1,0 +1,182 @@
+"""What soak.py finds wrong in a case's first runs, next to the references of the GPU tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import jax
+import numpy as np
+import tolerances
+from gpu import reference, reference_gradients
+from gpu.reference import MAIN, Result
+from gpu.soak_cases import FP8, UNMODELLED, Case, place
+from gpu.soak_program import Program
+
+Notes = dict[str, float]
+
+
+def check(program: Program) -> tuple[list[tuple[str, Notes]], list[str]]:
+    """(kind, measured quantities) of every check of the first runs, and what failed."""
+    case = program.case
+    notes: list[tuple[str, Notes]] = []
+    failed: list[str] = []
+
+    def attempt(what: str, kind: str, test: Callable[[], Notes]) -> None:
+        try:
+            notes.append((kind, test()))
+        except AssertionError as error:
+            failed.append(f"{what}: {error}")
+
+    for draw in range(len(case.data)):
+        found, grads = program.first[draw]
+        inputs, scale = program.host[draw], case.softmax_scale()
+        exact = reference.exact(inputs, causal=case.causal, softmax_scale=scale)
+        for preset, result in found.items():
+            attempt(
+                f"draw {draw}, {preset}", case.kind(preset),
+                lambda p=preset, r=result, x=inputs, e=exact: check_forward(case, p, r, x, e),
+            )  # fmt: skip
+        if grads is not None:
+            attempt(
+                f"draw {draw}, gradient of {case.gradient}",
+                case.kind(str(case.gradient), gradient=True),
+                lambda g=grads, x=inputs, d=draw: check_gradients(case, g, x, d),
+            )  # fmt: skip
+    if case.spoiled is not None and not case.is_empty:
+        (clean, _), (bad, _) = program.first[0], program.first[-1]
+        for preset in case.presets:
+            attempt(
+                f"{case.spoiled[1]} in {case.spoiled[0]}, {preset}", "one number not finite",
+                lambda p=preset: check_spoiled(
+                    case, p, bad[p], clean[p], is_kernel=program.is_kernel
+                ),
+            )  # fmt: skip
+    return notes, failed
+
+
+def check_forward(case: Case, preset: str, result: Result, inputs: Any, exact: Result) -> Notes:
+    """Near float64 and the model, or, for logits beyond the model, sane."""
+    out, logsumexp = result
+    wide = inputs["query"].dtype.itemsize == 2
+    expected = inputs["query"].dtype if wide else cases.BFLOAT16
+    if out.dtype != expected or logsumexp.dtype != np.float32:
+        raise AssertionError(f"dtypes {out.dtype}, {logsumexp.dtype}; expected {expected}, float32")
+    if case.is_empty:
+        for x, like, value in ((out, exact.out, 0), (logsumexp, exact.logsumexp, -np.inf)):
+            if x.shape != like.shape or not (x.astype(np.float32) == value).all():
+                raise AssertionError(f"an empty call gave {x.shape}, not {like.shape} of {value}")
+        return {}
+    if case.scale in UNMODELLED:
+        return _check_large(case, preset, result, inputs, exact)
+    limit = tolerances.KERNEL_NATIVE if preset == "native" else tolerances.KERNEL_FP8
+    model = reference.model_of(
+        case.options(preset), inputs, causal=case.causal, softmax_scale=case.softmax_scale()
+    )
+    return tolerances.check_kernel(result, exact, model, limit)
+
+
+def _check_large(case: Case, preset: str, result: Result, inputs: Any, exact: Result) -> Notes:
+    out, logsumexp = (np.asarray(x, np.float64) for x in result)
+    seen = np.isfinite(exact.logsumexp)
+    if not np.array_equal(np.isneginf(logsumexp), ~seen):
+        raise AssertionError("logsumexp -inf stands at other places than expected")
+    if not (np.isfinite(out).all() and np.isfinite(logsumexp[seen]).all()):
+        raise AssertionError("large logits gave numbers that are not finite")
+    away = np.abs(logsumexp - exact.logsumexp)[seen] / (1 + np.abs(exact.logsumexp[seen]))
+    if preset == "native":
+        measured = {
+            "large_out": tolerances.rel_l2(out, exact.out).max(),
+            "large_logsumexp": away.max(),
+        }
+        bounds = {"large_out": 2.0**-6, "large_logsumexp": 1e-4}
+    else:
+        # Out of the values' range by no more than their rounding.
+        value = inputs["value"].astype(np.float64)
+        value *= reference.descale(inputs, "value_descale")[:, None, :, None]
+        value = np.repeat(value, case.group, axis=2)
+        low, high = (np.minimum(value.min(1), 0), np.maximum(value.max(1), 0))
+        room = np.maximum(high, -low)
+        beyond = (
+            np.maximum(out - high[:, None], low[:, None] - out)
+            / np.where(room == 0, 1, room)[:, None]
+        )
+        measured = {"large_beyond_values": beyond.max(), "large_logsumexp": away.max()}
+        bounds = {"large_beyond_values": 0.13, "large_logsumexp": 0.5}
+    for name, value in measured.items():
+        if not value <= bounds[name]:
+            raise AssertionError(f"{name} {value:.3g} > {bounds[name]:.3g}")
+    return {name: float(value) for name, value in measured.items()}
+
+
+def check_gradients(case: Case, grads: dict[str, Any], inputs: Any, draw: int) -> Notes:
+    """Against float64 of the inputs (native) or of the quantised operands."""
+    for name in MAIN:
+        if grads[name].dtype != inputs[name].dtype:
+            raise AssertionError(f"d{name} has dtype {grads[name].dtype}")
+    dout, dlogsumexp = case.cotangents(draw)
+    scale = case.softmax_scale()
+    if case.gradient in (None, "native") or case.is_empty:
+        expected = reference_gradients.exact(
+            inputs, dout, dlogsumexp, causal=case.causal,
+            scale=case.head_dim**-0.5 if scale is None else scale,
+        )  # fmt: skip
+        limit = tolerances.BACKWARD_BF16 if case.dtype == "bfloat16" else tolerances.BACKWARD_F16
+    else:
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = reference_gradients.model(
+                inputs, dout, dlogsumexp, case.causal, case.options(case.gradient)
+            )
+        limit = tolerances.BACKWARD_FP8
+        if FP8[case.gradient].softmax == "linear":
+            limit = tolerances.BACKWARD_FP8_LINEAR
+    measured = {}
+    for name in MAIN:
+        try:
+            tolerances.check_close(grads[name], expected[name], limit)
+        except AssertionError as error:
+            raise AssertionError(f"d{name}: {error}") from error
+        measured[f"d{name}"] = float(tolerances.rel_l2(grads[name], expected[name]).max(initial=0))
+    return measured
+
+
+def check_spoiled(case: Case, preset: str, bad: Result, clean: Result, *, is_kernel: bool) -> Notes:
+    """Who sees the number is not finite, nobody else notices more than a change of scales.
+
+    The XLA path spoils whole rows where the 16-bit kernels spoil a channel; it is asked for less.
+    """
+    assert case.spoiled is not None
+    operand, number = case.spoiled
+    batch, position, head, channel = place(case)
+    out, before = (np.moveaxis(np.asarray(x.out, np.float64), 1, 2) for x in (bad, clean))
+    rows = np.zeros(out.shape[:3], bool)
+    seen = reference.visible(case.seqlen_q, case.seqlen_k, case.causal)
+    if operand == "query":
+        rows[batch, head, position] = seen[position].any()
+    else:
+        heads = slice(head * case.group, (head + 1) * case.group)
+        rows[batch, heads] = seen[:, position]
+    others = ~rows
+    if not (np.isfinite(out[others]).all() and not np.isnan(bad.logsumexp[others]).any()):
+        raise AssertionError("a row that does not see the number is not finite")
+    if not is_kernel:
+        pass
+    elif preset != "native":
+        if not (np.isnan(out[rows]).all() and np.isnan(bad.logsumexp[rows]).all()):
+            raise AssertionError("a row that sees the number is not NaN")
+    elif operand == "value":
+        if np.isfinite(out[rows][:, channel]).any():
+            raise AssertionError("a row that sees the number is finite there")
+        if not np.array_equal(bad.logsumexp, clean.logsumexp, equal_nan=True):
+            raise AssertionError("logsumexp notices a value")
+    elif np.isnan(number) and not np.isnan(out[rows]).all():
+        raise AssertionError("a row that sees the number is not NaN")
+    elif not (out[others] == before[others]).all():
+        raise AssertionError("a row that does not see the number changed")
+    size = np.linalg.norm(before[others])
+    change = float(np.linalg.norm(out[others] - before[others]) / (size or 1))
+    # Means and scales leave the number out: with few keys that is another rounding.
+    if not change <= (0.3 if "e5m2" in preset else 0.15):
+        raise AssertionError(f"rows that do not see the number changed by {change:.3g}")
+    return {"change": change}
