@@ -36,7 +36,7 @@ struct QuantizeParams {
   // Results; every byte of them is written. rows = seqlen_q rounded up to kSlab,
   // granules = seqlen_k / kGranule rounded up; layouts in common/layout.h.
   uint8_t* q_image;  // [batch, num_heads_q, rows, head_dim]
-  float* q_descale;  // [batch, num_heads_q, rows]; 1 past the sequence
+  float* q_descale;  // [batch, num_heads_q, rows], never negative; 1 past the sequence
   float* q_shift;    // [batch, num_heads_q, rows], log2 units; 0 past the sequence
   uint8_t* k_image;  // [batch, num_heads_kv, granules * kGranule, head_dim]
   float* k_descale;  // [batch, num_heads_kv, granules]

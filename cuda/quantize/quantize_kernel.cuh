@@ -94,8 +94,9 @@ __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
   const float factor =
       params.factor_of(static_cast<int64_t>(place.batch) * params.num_heads_kv + kv_head);
   const float row_factor = hadamard ? factor / kHeadDim : factor;
-  // float8 codes keep their values: the factor goes into the descale.
-  const float code_factor = is_float8(q.kind) ? 1.0f : row_factor;
+  // float8 codes keep their magnitudes: the factor goes into the descale, but for its sign, for the
+  // forward takes a row's largest score as its largest logit.
+  const float code_factor = is_float8(q.kind) ? copysignf(1.0f, factor) : row_factor;
   int64_t image_row =
       (static_cast<int64_t>(place.batch) * params.num_heads_q + place.head) * grid.q_rows + first;
 
@@ -159,7 +160,7 @@ __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
       if (lane % 4 == 0) {
         const float scale = power_of_two(exponent);
         params.q_descale[image_row + row] =
-            is_padding ? 1.0f : (is_float8(q.kind) ? scale * factor : scale);
+            is_padding ? 1.0f : (is_float8(q.kind) ? scale * fabsf(factor) : scale);
         params.q_shift[image_row + row] = is_padding ? 0.0f : shift[r];
       }
     }

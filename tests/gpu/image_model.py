@@ -217,7 +217,9 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
         :, :, None
     ]  # [batch, num_heads_q, 1]
     y = rotate(q_real) if hadamard else q_real
-    if not is_float8(q):
+    if is_float8(q):
+        y = y * np.copysign(np.float32(1), row_factor)[..., None]
+    else:
         y = y * (row_factor / np.float32(head_dim) if hadamard else row_factor)[..., None]
     exponent = operand_exponent(np.abs(finite_or_zero(y)).max(-1), head_dim)
     codes = cast(np.ldexp(y, -exponent[..., None]), dtype)[..., order]
@@ -225,7 +227,7 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
     codes[bad] = NAN_CODE
     q_descale = np.ldexp(np.float32(1), exponent).astype(np.float32)
     if is_float8(q):
-        q_descale = q_descale * row_factor
+        q_descale = q_descale * np.abs(row_factor)
     # a product is the same before and after the rotation, but for its factor
     of_q_head = np.repeat(k_mean, group_size, axis=1)[:, :, None, :].astype(np.float64)
     products = ((rotate(q_real) / head_dim if hadamard else q_real) * of_q_head).sum(-1)

@@ -124,15 +124,17 @@ def cases() -> list[Case]:
 
 
 def make(case: Case, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """(q, k, v, factor, v_factor) of a case; every head has its own magnitude."""
+    """(q, k, v, factor, v_factor) of a case; every head has its own magnitude, factors of odd heads
+    are negative."""
     rng = np.random.default_rng(seed)
     num_heads_q = case.num_heads_kv * case.group_size
     q = _values(rng, case, (case.batch, case.seqlen_q, num_heads_q, case.head_dim))
     k = _values(rng, case, (case.batch, case.seqlen_k, case.num_heads_kv, case.head_dim))
     v = _values(rng, case, (case.batch, case.seqlen_k, case.num_heads_kv, case.head_dim))
     lead = (case.batch, case.num_heads_kv)
-    factor = rng.uniform(0.05, 0.3, lead).astype(np.float32)
-    v_factor = rng.uniform(0.5, 2, lead).astype(np.float32)
+    sign = np.where(np.arange(case.num_heads_kv) % 2, -1, 1)
+    factor = (rng.uniform(0.05, 0.3, lead) * sign).astype(np.float32)
+    v_factor = (rng.uniform(0.5, 2, lead) * sign).astype(np.float32)
     arrays = [
         x.astype(DTYPES[dtype])
         for x, dtype in ((q, case.q_dtype), (k, case.k_dtype), (v, case.v_dtype))
@@ -216,9 +218,8 @@ def check(
         error = np.abs(results["k_mean"] - model["k_mean"])
         assert (error <= limit).all() or case.data == "huge", "k_mean"
     # v_mean follows the codes: one of them off by a step moves its channel's mean.
-    amax = (
-        np.abs(model["v_mean"]).max(initial=0) + model["v_descale"] * FORMAT_MAX[case.image_dtype]
-    )
+    amax = np.abs(model["v_mean"]).max(initial=0)
+    amax = amax + np.abs(model["v_descale"]) * FORMAT_MAX[case.image_dtype]
     limit = (1e-5 if exact else 1e-5 + 0.3 / case.seqlen_k) * amax
     error = np.abs(results["v_mean"] - model["v_mean"])
     assert (error <= limit).all() or case.data == "huge", "v_mean"

@@ -216,6 +216,15 @@ def test_float8_inputs(name: str, record_property: Any) -> None:
     check(results, inputs, causal="bottom_right", softmax_scale=None, note=record_property)
 
 
+@gpu
+@pytest.mark.parametrize("name", ["scalar", "e5m2_inputs", "wide_query", "wide_heads"])
+def test_float8_inputs_with_a_negative_scale(name: str) -> None:
+    """The row's largest score has the smallest logit, whoever holds the factor."""
+    inputs = float8_inputs(name)
+    results = run_presets(("accurate", "fast"), inputs, causal="bottom_right", softmax_scale=-0.1)
+    check(results, inputs, causal="bottom_right", softmax_scale=-0.1, note=lambda *_: None)
+
+
 # ---- small and empty -----------------------------------------------------------------------------
 
 
