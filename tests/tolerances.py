@@ -86,12 +86,6 @@ BACKWARD_FP8 = Limit(
     (1.1e-2, 0.0),
     "H200: the saved out holds the error of an e4m3 P, which meets the exact P in dS",
 )
-BACKWARD_FP8_LINEAR = Limit(
-    9.5e-2,
-    0.0,
-    (4.1e-2, 0.0),
-    "the saved out and logsumexp hold the linear exponential's error, up to 6 % of a P, as well",
-)
 BLOCKS_NATIVE = Limit(4e-6, 1e-5, (3.1e-7, 9.5e-7), "another order of float32 sums")
 BLOCKS_FP8 = Limit(
     2e-4, 2e-4, (1.3e-5, 3.6e-5), "integer base: only P below 2^-12 of the largest may round apart"
@@ -172,6 +166,12 @@ KERNEL_NATIVE = KernelLimit(
 KERNEL_FP8 = KernelLimit(
     1e-2, 6e-2, 2e-3, 3e-2, 0.13, 5e-2,
     "a row with few keys shows single P: one e4m3 step is 2^-3; f16 scores keep 11 bits",
+)  # fmt: skip
+
+# The worst of a hundred thousand heads with a few keys each, where single P show.
+SOAK_FP8 = KernelLimit(
+    1e-2, 0.1, 5e-3, 6e-2, 0.25, 5e-2,
+    "as KERNEL_FP8; 6.2e-2, 1.1e-3, 3.6e-2 and 0.12 within 800 random shapes on an H200",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu import reference
-from gpu.reference import MAIN
+from gpu.reference import MAIN, Result
 
 import jax_fa3
 from jax_fa3 import _explain, _fold, _fp8_model
@@ -28,9 +28,18 @@ def of_call(
 
 
 def exact(
-    inputs: dict[str, Any], dout: Any, dlogsumexp: Any, *, causal: str | None, scale: float
+    inputs: dict[str, Any],
+    dout: Any,
+    dlogsumexp: Any,
+    *,
+    causal: str | None,
+    scale: float,
+    saved: Result | None = None,
 ) -> dict[str, Any]:
-    """The same in float64, by formula, one query head after another."""
+    """The same in float64, by formula, one query head after another.
+
+    saved: what a forward rounded and the backward starts from, in place of exact results.
+    """
     query, key, value = (np.asarray(inputs[name]).astype(np.float64) for name in MAIN)
     group = query.shape[2] // key.shape[2]
     grads = {name: np.zeros(x.shape) for name, x in zip(MAIN, (query, key, value), strict=True)}
@@ -44,7 +53,13 @@ def exact(
             p = np.exp(logits - top)
             p /= np.maximum(p.sum(axis=1, keepdims=True), 1e-300)
             dp = g @ v.T
-            delta = (p * dp).sum(axis=1) - dlogsumexp[batch, head]
+            delta = (p * dp).sum(axis=1)
+            if saved is not None:
+                level = np.asarray(saved.logsumexp[batch, head], np.float64)
+                some = np.isfinite(level)
+                p = np.exp(logits - np.where(some, level, 0)[:, None]) * some[:, None]
+                delta = (g * np.asarray(saved.out[batch, :, head], np.float64)).sum(axis=1)
+            delta -= dlogsumexp[batch, head]
             ds = p * (dp - delta[:, None]) * scale
             grads["query"][batch, :, head] = ds @ k
             grads["key"][batch, :, head // group] += ds.T @ q
@@ -53,7 +68,12 @@ def exact(
 
 
 def model(
-    inputs: Any, dout: Any, dlogsumexp: Any, causal: str | None, options: dict[str, Any]
+    inputs: Any,
+    dout: Any,
+    dlogsumexp: Any,
+    causal: str | None,
+    options: dict[str, Any],
+    saved: Result | None = None,
 ) -> dict[str, Any]:
     """Of attention over the quantised operands, straight through every rounding."""
     main = {name: jnp.asarray(np.asarray(inputs[name]).astype(np.float32)) for name in MAIN}
@@ -72,7 +92,9 @@ def model(
     (query, key, value, shift), pull = jax.jit(lambda x: jax.vjp(effective, x))(main)
     ln_2 = float(np.log(2))
     multiplied = dict(zip(MAIN, (query, key, value), strict=True))
-    grads = exact(multiplied, dout, dlogsumexp, causal=causal, scale=ln_2)
+    if saved is not None:
+        saved = saved._replace(logsumexp=saved.logsumexp - ln_2 * np.asarray(shift))
+    grads = exact(multiplied, dout, dlogsumexp, causal=causal, scale=ln_2, saved=saved)
     seen = reference.visible(query.shape[1], key.shape[1], causal).any(axis=1)
     dshift = ln_2 * dlogsumexp * seen if shift.ndim else np.zeros(())
     cotangents = (*grads.values(), dshift)

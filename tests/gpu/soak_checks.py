@@ -11,7 +11,7 @@ import numpy as np
 import tolerances
 from gpu import reference, reference_gradients
 from gpu.reference import MAIN, Result
-from gpu.soak_cases import FP8, UNMODELLED, Case, place
+from gpu.soak_cases import UNMODELLED, Case, place
 from gpu.soak_program import Program
 
 Notes = dict[str, float]
@@ -42,7 +42,9 @@ def check(program: Program) -> tuple[list[tuple[str, Notes]], list[str]]:
             attempt(
                 f"draw {draw}, gradient of {case.gradient}",
                 case.kind(str(case.gradient), gradient=True),
-                lambda g=grads, x=inputs, d=draw: check_gradients(case, g, x, d),
+                lambda g=grads, x=inputs, d=draw, s=found[case.gradient]: check_gradients(
+                    case, g, x, d, saved=s if program.is_kernel else None
+                ),
             )  # fmt: skip
     if case.spoiled is not None and not case.is_empty:
         (clean, _), (bad, _) = program.first[0], program.first[-1]
@@ -68,50 +70,58 @@ def check_forward(case: Case, preset: str, result: Result, inputs: Any, exact: R
             if x.shape != like.shape or not (x.astype(np.float32) == value).all():
                 raise AssertionError(f"an empty call gave {x.shape}, not {like.shape} of {value}")
         return {}
-    if case.scale in UNMODELLED:
-        return _check_large(case, preset, result, inputs, exact)
-    limit = tolerances.KERNEL_NATIVE if preset == "native" else tolerances.KERNEL_FP8
+    limit = tolerances.KERNEL_NATIVE if preset == "native" else tolerances.SOAK_FP8
     model = reference.model_of(
         case.options(preset), inputs, causal=case.causal, softmax_scale=case.softmax_scale()
     )
+    if case.scale in UNMODELLED:
+        return _check_large(case, preset, result, inputs, exact if preset == "native" else model)
     return tolerances.check_kernel(result, exact, model, limit)
 
 
-def _check_large(case: Case, preset: str, result: Result, inputs: Any, exact: Result) -> Notes:
+def _check_large(case: Case, preset: str, result: Result, inputs: Any, expected: Result) -> Notes:
+    """logsumexp next to the largest possible logit; out: 16-bit ones near, FP8 among the values."""
     out, logsumexp = (np.asarray(x, np.float64) for x in result)
-    seen = np.isfinite(exact.logsumexp)
+    seen = np.isfinite(expected.logsumexp)
     if not np.array_equal(np.isneginf(logsumexp), ~seen):
         raise AssertionError("logsumexp -inf stands at other places than expected")
     if not (np.isfinite(out).all() and np.isfinite(logsumexp[seen]).all()):
         raise AssertionError("large logits gave numbers that are not finite")
-    away = np.abs(logsumexp - exact.logsumexp)[seen] / (1 + np.abs(exact.logsumexp[seen]))
+    query, key, value = (inputs[name].astype(np.float64) for name in MAIN)
+    factor = abs(case.softmax_scale() or 0) * reference.descale(inputs, "query_descale")
+    factor = np.abs(factor * reference.descale(inputs, "key_descale"))
+    keys = np.linalg.norm(key, axis=-1).max(1) * factor  # [batch, heads_kv]
+    queries = np.linalg.norm(query, axis=-1).max(1)  # [batch, heads_q]
+    size = 1 + (queries * np.repeat(keys, case.group, axis=1))[:, :, None]
+    away = (
+        np.abs(np.where(seen, logsumexp - np.where(seen, expected.logsumexp, 0), 0)) / size
+    ).max()
     if preset == "native":
-        measured = {
-            "large_out": tolerances.rel_l2(out, exact.out).max(),
-            "large_logsumexp": away.max(),
-        }
-        bounds = {"large_out": 2.0**-6, "large_logsumexp": 1e-4}
+        error = tolerances.rel_l2(out, expected.out).max()
+        bounds = {"large_out": (error, 2.0**-6), "large_logsumexp": (away, 1e-5)}
     else:
-        # Out of the values' range by no more than their rounding.
-        value = inputs["value"].astype(np.float64)
         value *= reference.descale(inputs, "value_descale")[:, None, :, None]
         value = np.repeat(value, case.group, axis=2)
         low, high = (np.minimum(value.min(1), 0), np.maximum(value.max(1), 0))
         room = np.maximum(high, -low)
-        beyond = (
-            np.maximum(out - high[:, None], low[:, None] - out)
-            / np.where(room == 0, 1, room)[:, None]
-        )
-        measured = {"large_beyond_values": beyond.max(), "large_logsumexp": away.max()}
-        bounds = {"large_beyond_values": 0.13, "large_logsumexp": 0.5}
-    for name, value in measured.items():
-        if not value <= bounds[name]:
-            raise AssertionError(f"{name} {value:.3g} > {bounds[name]:.3g}")
-    return {name: float(value) for name, value in measured.items()}
+        beyond = np.maximum(out - high[:, None], low[:, None] - out)
+        beyond = (beyond / np.where(room == 0, 1, room)[:, None]).max()
+        # e5m2 rounds a value by 1/8; f16 a score by 2^-11 of its largest partial sum.
+        bounds = {"large_beyond_values": (beyond, 0.13), "large_logsumexp": (away, 4e-3)}
+    for name, (measured, bound) in bounds.items():
+        if not measured <= bound:
+            raise AssertionError(f"{name} {measured:.3g} > {bound:.3g}")
+    return {name: float(measured) for name, (measured, _) in bounds.items()}
 
 
-def check_gradients(case: Case, grads: dict[str, Any], inputs: Any, draw: int) -> Notes:
-    """Against float64 of the inputs (native) or of the quantised operands."""
+def check_gradients(
+    case: Case, grads: dict[str, Any], inputs: Any, draw: int, saved: Result | None
+) -> Notes:
+    """Against float64 of the inputs (native) or of the quantised operands.
+
+    saved: the forward's results, from which the kernels' backward starts. Where a row is peaked or
+    its values have a mean, their rounding alone moves a gradient by any share of it.
+    """
     for name in MAIN:
         if grads[name].dtype != inputs[name].dtype:
             raise AssertionError(f"d{name} has dtype {grads[name].dtype}")
@@ -119,18 +129,16 @@ def check_gradients(case: Case, grads: dict[str, Any], inputs: Any, draw: int) -
     scale = case.softmax_scale()
     if case.gradient in (None, "native") or case.is_empty:
         expected = reference_gradients.exact(
-            inputs, dout, dlogsumexp, causal=case.causal,
+            inputs, dout, dlogsumexp, causal=case.causal, saved=saved,
             scale=case.head_dim**-0.5 if scale is None else scale,
         )  # fmt: skip
         limit = tolerances.BACKWARD_BF16 if case.dtype == "bfloat16" else tolerances.BACKWARD_F16
     else:
         with jax.default_device(jax.devices("cpu")[0]):
             expected = reference_gradients.model(
-                inputs, dout, dlogsumexp, case.causal, case.options(case.gradient)
+                inputs, dout, dlogsumexp, case.causal, case.options(case.gradient), saved
             )
-        limit = tolerances.BACKWARD_FP8
-        if FP8[case.gradient].softmax == "linear":
-            limit = tolerances.BACKWARD_FP8_LINEAR
+        limit = tolerances.GRADIENT_FP8 if saved is None else tolerances.BACKWARD_FP8
     measured = {}
     for name in MAIN:
         try:
