@@ -16,10 +16,13 @@
 //            q_empty[s]   math threads      load     S and dK of the step are done
 //            do_full[s]   1 + bytes         math     dout stage s and its row_delta have landed
 //            do_empty[s]  math threads      load     dP and dV of the step are done
+//            q_shared[s], do_shared[s]  1   load     pairs: the other CTA has given the stage back too
 //            ds_full[b]   math threads      dQ       kDqRole: dS^T of a step is written
 //            ds_empty[b]  dQ threads        math     kDqRole: dQ of the step is done
 // Named      1 (256 threads), kMakesDq without kApart: both math warpgroups have written their half
 //            of dS^T. Id 0 is __syncthreads.
+// Pairs      Without a mask and where kCanPair, two CTAs with neighbouring keys form a cluster. Each brings
+//            one of the two chunks of every tile of Q and dO to both (multicast): half the reads of L2.
 // Order      one step, query block i; scores are transposed, keys down and queries across. S starts as
 //            ones * row_lse and dP as ones * row_delta, products that add the three bfloat16 of a row.
 //   kApart   issue S = Q K^T;  issue dP = V dO^T, V in registers;  issue dV += P dO and dK += dS^T Q of
@@ -55,7 +58,11 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
     ptx::fence_async_proxy();
   }
   if (threadIdx.x == 0) bwd_init_barriers(smem);
-  __syncthreads();
+  if (Traits::kCanPair && p.is_paired) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
 
   if (warpgroup == 0) {
     ptx::release_registers<Traits::kLoadRegisters>();

@@ -84,7 +84,21 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   constexpr int kRowsPerBlock = 128 * 8 / Traits::kHeadDim;
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
   bwd_rows_kernel<Config><<<rows / kRowsPerBlock, 128, 0, stream>>>(params);
-  kKernel<<<k_tiles, Traits::kThreads, BwdSmem<Config>::kAllocation, stream>>>(params);
+  // Neighbouring tiles are neighbouring key blocks of a head, and without a mask the same queries see
+  // both.
+  params.is_paired = Traits::kCanPair && !params.is_causal && params.order.num_q_blocks % 2 == 0;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {2, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(k_tiles));
+  config.blockDim = dim3(Traits::kThreads);
+  config.dynamicSmemBytes = BwdSmem<Config>::kAllocation;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = params.is_paired ? 1 : 0;
+  status = cudaLaunchKernelEx(&config, kKernel, params);
+  if (status != cudaSuccess) return status;
   if constexpr (Traits::kMakesDq) {
     bwd_queries_kernel<Config><<<rows / kPieceRows, 128, 0, stream>>>(params);
     return cudaGetLastError();

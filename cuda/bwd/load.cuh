@@ -1,6 +1,7 @@
 // The load role of the backward, and the walk over query blocks that both roles share.
 #pragma once
 
+#include "../ptx/cluster.cuh"
 #include "../ptx/copy.cuh"
 #include "smem.cuh"
 
@@ -70,6 +71,19 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
                          int position, uint32_t barrier) {
     load_tile<Traits>(destination, map, chunk_bytes, head, position, walk.batch, barrier);
   };
+  // Of a pair each CTA brings one chunk of a tile to both, once both have given the stage back.
+  const uint32_t rank = Traits::kCanPair ? ptx::cluster_rank() : 0;
+  const auto query_boxes = [&](uint32_t destination, const CUtensorMap* map, int head, int position,
+                               uint32_t full, uint32_t shared, uint32_t parity) {
+    if (!Traits::kCanPair || !p.is_paired) {
+      boxes(destination, map, Traits::kQueryChunkBytes, head, position, full);
+      return;
+    }
+    ptx::mbarrier_arrive_at(shared, rank ^ 1);
+    ptx::mbarrier_wait_idle(shared, parity);
+    ptx::copy_box_4d_multicast(destination + rank * Traits::kQueryChunkBytes, map, rank * 64, head,
+                               position, walk.batch, full, 0b11);
+  };
   RingPosition<Traits::kQStages> q_write(1);
   RingPosition<Traits::kDoStages> do_write(1);
   BwdStep<Config> step(p, walk);
@@ -85,8 +99,8 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     const uint32_t q_full = smem.q_full(q_write.stage), do_full = smem.do_full(do_write.stage);
     ptx::mbarrier_wait_idle(smem.q_empty(q_write.stage), q_write.parity);
     ptx::mbarrier_arrive_expect_bytes(q_full, Traits::kQueryBytes + Traits::kRowBytes);
-    boxes(smem.queries(q_write.stage), &p.q_map, Traits::kQueryChunkBytes, step.q_head, first_row,
-          q_full);
+    query_boxes(smem.queries(q_write.stage), &p.q_map, step.q_head, first_row, q_full,
+                smem.q_shared(q_write.stage), q_write.parity ^ 1);
     ptx::copy_bulk(smem.row_lse(q_write.stage), p.row_lse + row * bwd_row_words(Traits::kHeadDim),
                    Traits::kRowBytes, q_full);
     if (i == 0) {
@@ -96,8 +110,8 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     }
     ptx::mbarrier_wait_idle(smem.do_empty(do_write.stage), do_write.parity);
     ptx::mbarrier_arrive_expect_bytes(do_full, Traits::kQueryBytes + Traits::kRowBytes);
-    boxes(smem.out_grads(do_write.stage), &p.dout_map, Traits::kQueryChunkBytes, step.q_head,
-          first_row, do_full);
+    query_boxes(smem.out_grads(do_write.stage), &p.dout_map, step.q_head, first_row, do_full,
+                smem.do_shared(do_write.stage), do_write.parity ^ 1);
     ptx::copy_bulk(smem.row_delta(do_write.stage),
                    p.row_delta + row * bwd_row_words(Traits::kHeadDim), Traits::kRowBytes, do_full);
     q_write.advance();

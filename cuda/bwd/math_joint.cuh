@@ -33,7 +33,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
   if (walk.num_steps > 0) {
     using Smem = BwdSmem<Config>;
     // Descriptors are built where they are used, from one register.
-    const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
+    const auto base16 = [&] { return ptx::opaque(smem.base16()); };
     const int full_from = Scores::full_from(p, walk, warpgroup);
     BwdStep<Config> step(p, walk);
     BwdStep<Config> last = step;

@@ -54,6 +54,7 @@ struct BwdParams {
                      // has no fixed order
 
   // Filled by the launch.
+  bool is_paired;  // CTAs of bwd_kernel come in clusters of two, which share the copies of Q and dO
   TileOrder order;  // of key blocks and kv heads; for bwd_dq_kernel of query tiles and heads
   CUtensorMap q_map, k_map, v_map, dout_map;
 

@@ -27,7 +27,7 @@ struct BwdSmem {
   static constexpr int kRowDelta = kRowLse + kQStages * Traits::kRowBytes;
   static constexpr int kBarriers = kRowDelta + kDoStages * Traits::kRowBytes;
   static constexpr int kNumBarriers =
-      2 + 2 * kQStages + 2 * kDoStages + (Traits::kDqRole ? 2 * Traits::kScoreGradBuffers : 0);
+      2 + 3 * kQStages + 3 * kDoStages + (Traits::kDqRole ? 2 * Traits::kScoreGradBuffers : 0);
   static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
   static constexpr int kAllocation = kBytes + 1024;  // room to align the base
 
@@ -44,6 +44,9 @@ struct BwdSmem {
                        kQueryBytes16 = Traits::kQueryBytes / 16, kRowLse16 = kRowLse / 16,
                        kRowDelta16 = kRowDelta / 16, kRowBytes16 = Traits::kRowBytes / 16,
                        kScoreGradBytes16 = Traits::kScoreGradBytes / 16, kOnes16 = kOnes / 16;
+
+  // Descriptors have room for addresses within a CTA, not for the CTA's number in its cluster.
+  __device__ __forceinline__ uint32_t base16() const { return (base & 0x3FFFF) >> 4; }
 
   __device__ __forceinline__ uint32_t keys() const { return base + kKeys; }
   __device__ __forceinline__ uint32_t values() const { return base + kValues; }
@@ -85,11 +88,17 @@ struct BwdSmem {
   __device__ __forceinline__ uint32_t do_empty(int stage) const {
     return barrier(2 + 2 * kQStages + kDoStages + stage);
   }
+  __device__ __forceinline__ uint32_t q_shared(int stage) const {
+    return barrier(2 + 2 * kQStages + 2 * kDoStages + stage);
+  }
+  __device__ __forceinline__ uint32_t do_shared(int stage) const {
+    return barrier(2 + 3 * kQStages + 2 * kDoStages + stage);
+  }
   __device__ __forceinline__ uint32_t ds_full(int buffer) const {
-    return barrier(2 + 2 * kQStages + 2 * kDoStages + buffer);
+    return barrier(2 + 3 * kQStages + 3 * kDoStages + buffer);
   }
   __device__ __forceinline__ uint32_t ds_empty(int buffer) const {
-    return barrier(2 + 2 * kQStages + 2 * kDoStages + Traits::kScoreGradBuffers + buffer);
+    return barrier(2 + 3 * kQStages + 3 * kDoStages + Traits::kScoreGradBuffers + buffer);
   }
 
  private:
@@ -107,10 +116,12 @@ __device__ __forceinline__ void bwd_init_barriers(const BwdSmem<Config>& smem) {
   for (int stage = 0; stage < Traits::kQStages; ++stage) {
     ptx::mbarrier_init(smem.q_full(stage), 1);
     ptx::mbarrier_init(smem.q_empty(stage), Traits::kMathThreads);
+    ptx::mbarrier_init(smem.q_shared(stage), 1);
   }
   for (int stage = 0; stage < Traits::kDoStages; ++stage) {
     ptx::mbarrier_init(smem.do_full(stage), 1);
     ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathThreads);
+    ptx::mbarrier_init(smem.do_shared(stage), 1);
   }
   if constexpr (Traits::kDqRole) {
     for (int buffer = 0; buffer < Traits::kScoreGradBuffers; ++buffer) {

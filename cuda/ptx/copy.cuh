@@ -28,6 +28,18 @@ __device__ __forceinline__ void copy_box_4d(uint32_t smem, const CUtensorMap* ma
       : "memory");
 }
 
+// The same to the same place of every CTA of the cluster in `ctas` (a bit each), whose barrier at the
+// same place counts it.
+__device__ __forceinline__ void copy_box_4d_multicast(uint32_t smem, const CUtensorMap* map, int c0,
+                                                      int c1, int c2, int c3, uint32_t barrier,
+                                                      uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(smem),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "h"(ctas)
+      : "memory");
+}
+
 // cp.reduce.async.bulk: adds `bytes` of consecutive floats to global memory, both sides 16-byte
 // aligned. Issued by one thread, which commits and waits for its own groups.
 __device__ __forceinline__ void add_bulk_f32(float* gmem, uint32_t smem, uint32_t bytes) {
