@@ -48,6 +48,7 @@ struct MathRole {
 
   const FwdSmem<Config>& smem;
   int warpgroup;
+  float scale_log2;  // 16-bit: softmax_scale * log2(e). In FP8 the quantiser's factors hold it.
   RingPosition<Traits::kNumStages> k_read{0}, v_read{0};
   RingPosition<Traits::kQueryStages> q_read{0};
   bool k_ready = false, v_ready = false;  // whether the stage to be read next was seen full

@@ -36,7 +36,7 @@ __device__ __forceinline__ void start_tile(const typename FwdTraits<Config>::Par
     const uint32_t descales = role.smem.q_descales(tile.q_stage);
     softmax.start_tile(row_factor(role, descales, 0), row_factor(role, descales, 1));
   } else {
-    softmax.start_tile(__ldg(p.softmax_scale) * 1.4426950408889634f);
+    softmax.start_tile(role.scale_log2);
   }
 }
 
@@ -60,6 +60,11 @@ __device__ __forceinline__ void finish_tile(const typename FwdTraits<Config>::Pa
   const ThreadPlace me;
   const int first_row = warp_row(role, output);
 
+  float q_shift[2] = {0.0f, 0.0f};
+  if constexpr (kIsFp8) {
+    q_shift[0] = row_factor(role, smem.q_shifts(q_stage), 0);
+    q_shift[1] = row_factor(role, smem.q_shifts(q_stage), 1);
+  }
   // A row whose sum is zero saw no key: output 0, logsumexp -inf.
   float row_sum[2], inverse[2];
 #pragma unroll
@@ -71,9 +76,10 @@ __device__ __forceinline__ void finish_tile(const typename FwdTraits<Config>::Pa
       row_sum[r] = softmax.row_sum(r);
     }
     inverse[r] = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
-    float q_shift = 0.0f;
-    if constexpr (kIsFp8) q_shift = row_factor(role, smem.q_shifts(q_stage), r);
-    const float logsumexp = softmax.logsumexp(r, row_sum[r], q_shift);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float logsumexp = softmax.logsumexp(r, row_sum[r], q_shift[r]);
     if ((me.lane & 3) == 0) {
       Epilogue<Config>::store_logsumexp(p, output, first_row + me.lane / 4 + 8 * r,
                                         row_sum[r] == 0.0f ? -INFINITY : logsumexp);
