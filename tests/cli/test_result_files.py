@@ -309,7 +309,7 @@ def test_counters_are_read_in_order_of_launch(program):
 
 
 # Measured when the programs did not know; a new measurement names its commit and leaves this list.
-WITHOUT_COMMIT = {"h200_errors.json", "h200_train_gpt.json", "h200_two_gpus.json"}
+WITHOUT_COMMIT = {"h200_errors.json", "h200_train_gpt.json"}
 
 
 def test_committed_results_can_be_read():
