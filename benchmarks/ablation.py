@@ -78,6 +78,9 @@ def _variants() -> list[Variant]:
     def pipelines(*names: str) -> list[dict[str, str]]:
         return [{"kPipeline": f"Pipeline::k{name}"} for name in names]
 
+    def seams(*names: str) -> list[dict[str, str]]:
+        return [{"kSeam": f"Seam::k{name}"} for name in names]
+
     for head_dim, other in ((64, "Intra"), (128, "Both")):
         exact = f"FwdFp8D{head_dim}<ptx::E4m3, Exp2::kExact>"
         add(
@@ -87,7 +90,7 @@ def _variants() -> list[Variant]:
             *({"kPromoteEvery": blocks} for blocks in ("1", "2")),
             *({"kNumStages": stages} for stages in ("2", "3")),
             {"kHeadroom": "1.0f"},
-            {"kLooksAhead": "true" if head_dim == 64 else "false"},
+            *seams("Plain", "LooksAhead" if head_dim == 64 else "Scores"),
             {"kQueryStages": "2"},
             {"kMathWarpgroups": "2" if head_dim == 64 else "3"},
         )
@@ -97,10 +100,10 @@ def _variants() -> list[Variant]:
         *({"kMufuEighths": share} for share in ("2", "6", "8")),
     )
     add("Fwd16D64<ptx::Bf16>", *pipelines("Serial", "PingPong", "Intra"),
-        {"kLooksAhead": "false"}, {"kQueryStages": "2"}, {"kMathWarpgroups": "2"},
+        *seams("Plain", "LooksAhead"), {"kQueryStages": "2"}, {"kMathWarpgroups": "2"},
         {"kBlockKv": "64"}, {"kBlockKv": "96"}, {"kNumStages": "2"})  # fmt: skip
     add("Fwd16D128<ptx::Bf16>", *pipelines("Serial", "PingPong", "Both"),
-        {"kLooksAhead": "true"}, {"kTwoProbBuffers": "false"},
+        *seams("Scores", "LooksAhead"), {"kTwoProbBuffers": "false"},
         {"kBlockKv": "64"}, {"kBlockKv": "96"})  # fmt: skip
     add(
         "Fwd16D256<ptx::Bf16>",
@@ -121,7 +124,7 @@ def source(variant: Variant) -> str:
     fields = {
         "kPipeline": "Pipeline",
         "kTwoProbBuffers": "bool",
-        "kLooksAhead": "bool",
+        "kSeam": "Seam",
         "kHeadroom": "float",
     }
     members = "".join(

@@ -20,8 +20,8 @@ namespace jax_fa3 {
 //   kQueryStages     q tiles in shared memory: with more than 1 the next one is loaded early, with 3
 //                    even behind short tiles; with 1 it comes beside the last P V and the output
 //   kPipeline        what overlaps (params.h)
-//   kLooksAhead      the first Q K^T of the next tile is formed beside the last P V of this one
-//                    (math_overlapped.cuh); its keys come too late for that when rings have 2 stages
+//   kSeam            how one tile follows another (params.h, math_overlapped.cuh); with rings of 2
+//                    stages the next keys come too late for anything but kPlain
 //   kTwoProbBuffers  P of this block is packed while P V of the last one still reads its own; costs
 //                    registers and code
 // and for FP8:
@@ -35,7 +35,8 @@ struct FwdFp8D64 {
   static constexpr int kHeadDim = 64, kBlockKv = 128, kMathWarpgroups = 3, kNumStages = 4;
   static constexpr int kQueryStages = 3, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kBoth;
-  static constexpr bool kLooksAhead = false, kTwoProbBuffers = true;
+  static constexpr Seam kSeam = Seam::kScores;
+  static constexpr bool kTwoProbBuffers = true;
   static constexpr Exp2 kExp2 = kMode;
   static constexpr int kMufuEighths = 4, kPromoteEvery = 4;
   static constexpr float kHeadroom = 2.0f;
@@ -47,7 +48,8 @@ struct FwdFp8D128 {
   static constexpr int kHeadDim = 128, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 4;
   static constexpr int kQueryStages = 3, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kIntra;
-  static constexpr bool kLooksAhead = true, kTwoProbBuffers = true;
+  static constexpr Seam kSeam = Seam::kLooksAhead;
+  static constexpr bool kTwoProbBuffers = true;
   static constexpr Exp2 kExp2 = kMode;
   static constexpr int kMufuEighths = 4, kPromoteEvery = 4;
   static constexpr float kHeadroom = 2.0f;
@@ -61,7 +63,8 @@ struct FwdFp8D256 {
   static constexpr int kHeadDim = 256, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 2;
   static constexpr int kQueryStages = 2, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kSerial;
-  static constexpr bool kLooksAhead = false, kTwoProbBuffers = false;
+  static constexpr Seam kSeam = Seam::kPlain;
+  static constexpr bool kTwoProbBuffers = false;
   static constexpr Exp2 kExp2 = kMode;
   static constexpr int kMufuEighths = 4, kPromoteEvery = 1;
   static constexpr float kHeadroom = 2.0f;
@@ -73,7 +76,8 @@ struct Fwd16D64 {
   static constexpr int kHeadDim = 64, kBlockKv = 128, kMathWarpgroups = 3, kNumStages = 4;
   static constexpr int kQueryStages = 3, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kBoth;
-  static constexpr bool kLooksAhead = true, kTwoProbBuffers = false;
+  static constexpr Seam kSeam = Seam::kScores;
+  static constexpr bool kTwoProbBuffers = false;
 };
 
 template <class ElementType>
@@ -82,7 +86,8 @@ struct Fwd16D128 {
   static constexpr int kHeadDim = 128, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 2;
   static constexpr int kQueryStages = 2, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kIntra;
-  static constexpr bool kLooksAhead = false, kTwoProbBuffers = true;
+  static constexpr Seam kSeam = Seam::kPlain;
+  static constexpr bool kTwoProbBuffers = true;
 };
 
 template <class ElementType>
@@ -91,7 +96,8 @@ struct Fwd16D256 {
   static constexpr int kHeadDim = 256, kBlockKv = 64, kMathWarpgroups = 2, kNumStages = 2;
   static constexpr int kQueryStages = 1, kClusterSize = 1;
   static constexpr Pipeline kPipeline = Pipeline::kIntra;
-  static constexpr bool kLooksAhead = false, kTwoProbBuffers = true;
+  static constexpr Seam kSeam = Seam::kPlain;
+  static constexpr bool kTwoProbBuffers = true;
 };
 
 // ---- what follows from a config -----------------------------------------------------------------
@@ -162,15 +168,18 @@ struct FwdTraits {
       "2 or 3 math warpgroups: the register file holds no more, and 1 cannot hide the softmax");
   static_assert(kNumStages >= 2 && kNumStages <= 4, "the K and V rings have 2 to 4 stages");
   static_assert(kQueryStages >= 1 && kQueryStages <= 3, "one to three q tiles in shared memory");
-  static_assert(!Config::kLooksAhead || kQueryStages > 1,
+  static_assert(Config::kSeam == Seam::kPlain || kQueryStages > 1,
                 "the next q tile must be there before this one is given back");
+  // A warpgroup that waits for them may still hold values of its own last block.
+  static_assert(Config::kSeam == Seam::kPlain || kBlockQ - 64 <= (kNumStages - 1) * kBlockKv,
+                "the next tile's keys follow all blocks of this one, in a ring that has room");
   static_assert(kQueryStages > 1 || !kIsFp8, "the factors of an FP8 tile stay to its end");
   static_assert(Config::kClusterSize == 1, "no kernel multicasts yet, so a cluster has one CTA");
   static_assert(kBlockKv % 16 == 0 && kBlockKv <= 256, "P V takes 16 keys a step");
   static_assert(!kIsFp8 || kBlockKv == kGranule, "one k_descale must cover the kv block");
   static_assert(promotes_in_time<Config>(),
                 "kPromoteEvery is 1 to 4: a longer FP8 sum loses its small terms");
-  static_assert(!kSliced || (!kIntra && !Config::kTwoProbBuffers && !Config::kLooksAhead),
+  static_assert(!kSliced || (!kIntra && !Config::kTwoProbBuffers && Config::kSeam == Seam::kPlain),
                 "slices overlap with the other warpgroup's softmax only");
   static_assert(kQueryBytes % 1024 == 0 && kKeyBytes % 1024 == 0 && kValueStageBytes % 1024 == 0,
                 "every tile starts on a 1024-byte boundary, which the swizzles count from");

@@ -20,9 +20,10 @@
 //              issue S = Q K_j^T;  issue acc (+)= P_{j-1} V_{j-1};  wait for S, release k;
 //              mask, softmax -> P_j;  wait for acc, release v;  every kPromoteEvery blocks add acc
 //              to the f32 sum;  rescale where a base grew
-//            At the seam the next tile's first block takes the place of block j, and the output
-//            follows (kLooksAhead). A warpgroup hands back unread the blocks that its own rows do
-//            not see: under a causal mask those beyond its diagonal, past the last row all.
+//            At the seam the next tile's first block may take the place of block j, with its
+//            products only or with its softmax too; the output follows (Seam in params.h). A
+//            warpgroup hands back unread the blocks that its own rows do not see: under a causal
+//            mask those beyond its diagonal, past the last row all.
 //            FP8 with head_dim 256: math_sliced.cuh.
 // Numerics   FP8: softmax_fp8.cuh. The tensor core keeps about 13 bits below the largest term of an
 //            FP8 sum, so it sums at most kPromoteEvery blocks by itself in acc_t, and acc_o takes

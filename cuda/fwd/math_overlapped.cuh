@@ -15,7 +15,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
   using Product = Products<Config>;
   constexpr bool kIsFp8 = Traits::kIsFp8;
   constexpr bool kTwoProbBuffers = Config::kTwoProbBuffers;
-  constexpr bool kLooksAhead = Config::kLooksAhead;
+  constexpr Seam kSeam = Config::kSeam;
   const FwdSmem<Config>& smem = role.smem;
 
   SoftmaxOf<Config> softmax;
@@ -120,43 +120,53 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
   };
 
   constexpr int kOther = kTwoProbBuffers ? 1 : 0;
-  // The first block of the first tile: nothing to overlap with.
-  start_tile(p, role, tile, softmax);
+  // The first block of a tile, whose S is in flight: softmax has nothing to overlap with.
+  const auto first_step = [&] {
+    start_tile(role, tile, softmax);
 #pragma unroll
-  for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] = 0.0f;
-  ptx::mbarrier_wait(smem.k_full(role.k_read.stage), role.k_read.parity);
-  issue_scores(tile.q_stage);
-  const float first_descale = role.key_descale();
-  ptx::wgmma_wait<0>();
-  ptx::pin(acc_s);
-  release_keys();
-  softmax_step(frag_p[0], tile, 0, first_descale, true);
-  role.peek();
-  if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
-
-  Tile place;  // of a tile whose only q stage went back
-  // P V of the last block of a tile. An only q stage goes back before it.
+    for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] = 0.0f;
+    const float descale = role.key_descale();
+    ptx::wgmma_wait<0>();
+    ptx::pin(acc_s);
+    release_keys();
+    softmax_step(frag_p[0], tile, 0, descale, true);
+    role.peek();
+    if constexpr (!kTwoProbBuffers) softmax.pack(acc_s, frag_p[0]);
+  };
+  MathTile next;
+  Tile place;  // of `tile` once its last P V is issued
+  // P V of the last block of a tile, and with Seam::kScores S of the next tile's first one. An only
+  // q stage goes back before.
   const auto finish = [&](const uint32_t (&p_in)[Product::kProbs]) {
-    if constexpr (Traits::kQueryStages == 1) {
-      place = role.tile_at(tile.q_stage);
-      ptx::mbarrier_arrive(smem.q_empty(tile.q_stage));
-    }
+    place = role.tile_at(tile.q_stage);
+    if constexpr (Traits::kQueryStages == 1) ptx::mbarrier_arrive(smem.q_empty(tile.q_stage));
     role.take_turn();
     role.wait_values();
     issue_values(p_in, tile.blocks - 1);
     role.pass_turn();
-    ptx::wgmma_wait<0>();
+    if constexpr (kSeam == Seam::kScores) {
+      role.skip_keys(tile.skipped);
+      next = role.next_tile(p);
+      if (next.blocks > 0) role.wait_keys();
+      issue_scores(next.q_stage);  // without a next tile: of anything
+    }
+    ptx::wgmma_wait<kSeam == Seam::kScores ? 1 : 0>();
     take_values(true);
     ptx::mbarrier_arrive(smem.v_empty(role.v_read.stage));
     role.v_read.advance();
-    role.skip_keys(tile.skipped);
+    if constexpr (kSeam == Seam::kPlain) role.skip_keys(tile.skipped);
     role.skip_values(tile.skipped);
   };
+
+  ptx::mbarrier_wait(smem.k_full(role.k_read.stage), role.k_read.parity);
+  issue_scores(tile.q_stage);
+  if constexpr (kSeam == Seam::kLooksAhead) first_step();
   while (true) {
+    if constexpr (kSeam != Seam::kLooksAhead) first_step();
     int block = 0;
     while (true) {
       if (++block == tile.blocks) {
-        if constexpr (kLooksAhead) {
+        if constexpr (kSeam == Seam::kLooksAhead) {
 #pragma unroll
           for (int i = 0; i < Product::kProbs; ++i) frag_p[kOther][i] = frag_p[0][i];
         } else {
@@ -166,21 +176,26 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
       }
       step(frag_p[0], frag_p[kOther], block);
       if (++block == tile.blocks) {
-        if constexpr (!kLooksAhead) finish(frag_p[kOther]);
+        if constexpr (kSeam != Seam::kLooksAhead) finish(frag_p[kOther]);
         break;
       }
       step(frag_p[kOther], frag_p[0], block);
     }
-    if constexpr (!kLooksAhead) {
-      if constexpr (Traits::kQueryStages > 1) place = role.tile_at(tile.q_stage);
+    if constexpr (kSeam != Seam::kLooksAhead) {
       finish_tile(p, role, tile.q_stage, place, softmax, acc_o);
-      return role.next_tile(p);
+      if constexpr (kSeam == Seam::kPlain) return role.next_tile(p);
+      if (next.blocks <= 0) {
+        ptx::wgmma_wait<0>();
+        return next;
+      }
+      tile = next;
+      continue;
     }
 
     // The seam: P V of the last block while S of the next tile's first one becomes frag_p[0], then
     // the output.
     const SoftmaxOf<Config> ended = softmax;
-    const MathTile next = role.next_tile(p);
+    next = role.next_tile(p);
     const bool follows = next.blocks > 0;
     role.skip_keys(tile.skipped);
     if (follows) role.wait_keys();
@@ -196,7 +211,7 @@ __device__ __forceinline__ MathTile overlapped_tiles(const typename FwdTraits<Co
     ptx::pin(acc_s);
     if (follows) {
       release_keys();
-      start_tile(p, role, next, softmax);
+      start_tile(role, next, softmax);
       softmax_step(frag_p[0], next, 0, descale, true);
     }
     pin_probabilities(frag_p[0]);

@@ -79,7 +79,7 @@ __device__ __forceinline__ void sliced_tile(const typename FwdTraits<Config>::Pa
     return grew;
   };
 
-  start_tile(p, role, tile, softmax);
+  start_tile(role, tile, softmax);
 #pragma unroll
   for (int i = 0; i < Product::kOutputs; ++i) acc_o[i] = 0.0f;
   ptx::mbarrier_wait(smem.k_full(role.k_read.stage), role.k_read.parity);

@@ -29,8 +29,7 @@ __device__ __forceinline__ float row_factor(const MathRole<Config>& role, uint32
 }
 
 template <class Config>
-__device__ __forceinline__ void start_tile(const typename FwdTraits<Config>::Params& p,
-                                           const MathRole<Config>& role, const MathTile& tile,
+__device__ __forceinline__ void start_tile(const MathRole<Config>& role, const MathTile& tile,
                                            SoftmaxOf<Config>& softmax) {
   if constexpr (FwdTraits<Config>::kIsFp8) {
     const uint32_t descales = role.smem.q_descales(tile.q_stage);

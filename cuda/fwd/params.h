@@ -18,6 +18,12 @@ namespace jax_fa3 {
 //   kBoth      kIntra and kPingPong
 enum class Pipeline { kSerial, kIntra, kPingPong, kBoth };
 
+// How a math warpgroup goes from one tile to the next.
+//   kPlain       the output, then Q K^T of the next tile's first block
+//   kScores      that Q K^T runs behind the last P V and beside the output
+//   kLooksAhead  its softmax comes before the output too, beside the last P V
+enum class Seam { kPlain, kScores, kLooksAhead };
+
 // How an FP8 kernel turns scores into e4m3 bytes (softmax_fp8.cuh).
 enum class Exp2 { kExact, kLinear };
 
