@@ -13,7 +13,6 @@ from typing import Any, Literal
 from jax_fa3 import _compat, _ffi, _grad, _shapes
 from jax_fa3._shapes import Config, Dims
 
-SERVED_HEAD_DIMS = (64, 128, 256)
 SERVED_CAPABILITY = "9.0"
 
 # What the kernels make of a request for precision="fp8"; anything else runs on the XLA path.
@@ -170,7 +169,7 @@ def _unserved(
     names = {str(dtype) for dtype in dtypes.values()}
     if "float32" in names:
         return "float32 inputs are not served by the kernels (cast to bfloat16)"
-    if dims.head_dim not in SERVED_HEAD_DIMS:
+    if dims.head_dim not in _ffi.SERVED_HEAD_DIMS:
         return f"head_dim {dims.head_dim} is not served by the kernels (64, 128 and 256 are)"
     if dims.head_dim_v != dims.head_dim:
         return (

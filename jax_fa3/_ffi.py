@@ -41,6 +41,9 @@ TARGETS: Final = (
     TARGET_UNROTATE,
 )
 
+# What the kernels serve, forward and backward.
+SERVED_HEAD_DIMS: Final = (64, 128, 256)
+
 # Row granularity of the images: queries are padded to 64 rows, keys to whole granules of 128.
 PAD_Q: Final = 64
 PAD_K: Final = 128

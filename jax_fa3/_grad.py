@@ -21,7 +21,6 @@ from jax_fa3._local import Call
 from jax_fa3._merge import cotangents_of_part
 from jax_fa3._shapes import Operands
 
-SERVED_HEAD_DIMS = (64, 128, 256)
 _LN_2 = np.float32(math.log(2))
 
 
@@ -48,8 +47,8 @@ def unserved_reason(
 
     dtypes: of query, key and value. given: the optional operands.
     """
-    if head_dim not in SERVED_HEAD_DIMS or head_dim_v != head_dim:
-        return f"head_dim must be one of {', '.join(map(str, SERVED_HEAD_DIMS))} there"
+    if head_dim not in _ffi.SERVED_HEAD_DIMS or head_dim_v != head_dim:
+        return f"head_dim must be one of {', '.join(map(str, _ffi.SERVED_HEAD_DIMS))} there"
     if set(given) - {"softmax_scale"} or any(np.dtype(x) in _shapes.FLOAT8_DTYPES for x in dtypes):
         return "float8 inputs have no gradient there"
     return None
