@@ -6,6 +6,7 @@
 // from global memory. (An FP8 key whose value is not finite is NaN itself, and masks hide keys.)
 #pragma once
 
+#include "../common/finite.h"
 #include "../ptx/convert.cuh"
 #include "config.h"
 
@@ -121,7 +122,6 @@ struct HiddenValues {
     const float2 x = ptx::unpack_16bit<kIsBf16>(pair);
     return fmaf(x.x, 0.0f, fmaf(x.y, 0.0f, zero));
   }
-  __device__ __forceinline__ static bool is_finite(float x) { return fabsf(x) < INFINITY; }
   __device__ __forceinline__ static float dot(uint32_t a, uint32_t b, float sum) {
     const float2 x = ptx::unpack_16bit<kIsBf16>(a), y = ptx::unpack_16bit<kIsBf16>(b);
     return fmaf(x.x, y.x, fmaf(x.y, y.y, sum));

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../common/finite.h"
 #include "../common/layout.h"
 #include "params.h"
 
@@ -103,8 +104,6 @@ FA3_HOST_DEVICE bool has_nonfinite(const uint32_t (&pairs)[kWords], bool is_bf16
   for (int i = 0; i < kWords; ++i) largest = larger_magnitudes(largest, pairs[i]);
   return any_reaches(largest, is_bf16 ? 0x7f80u : 0x7c00u);
 }
-
-FA3_HOST_DEVICE bool is_finite(float value) { return fabsf(value) <= FLT_MAX; }
 
 // ---- scales -------------------------------------------------------------------------------------
 
