@@ -66,14 +66,12 @@ __device__ __forceinline__ void store_dq(const BwdParams& p, const BwdDqSmem<Con
     p.scale_grads[(head * p.rows() + tile_row) / kPieceRows] =
         (part(0) + part(1)) + (part(2) + part(3));
   }
-  const int warp_row = tile_row + warp * 16;
-  const int64_t row_stride = static_cast<int64_t>(p.num_heads_q) * Traits::kHeadDim * 2;
-  const int64_t offset = (static_cast<int64_t>(tile.batch) * p.seqlen_q + warp_row) * row_stride +
-                         static_cast<int64_t>(tile.q_head) * Traits::kHeadDim * 2;
+  const HeadRows<Traits::kHeadDim> rows(tile.batch, p.seqlen_q, p.num_heads_q, tile.q_head,
+                                        tile_row + warp * 16);
   store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(
       acc_dq, __ldg(p.softmax_scale),
       smem.base + Smem::kOutGrads + own + warp * (Traits::kTileBytes / 4),
-      static_cast<char*>(p.dq) + offset, row_stride, p.seqlen_q - warp_row);
+      static_cast<char*>(p.dq) + rows.offset, rows.stride, rows.count);
 }
 
 template <class Config>

@@ -12,6 +12,20 @@ __device__ __forceinline__ uint32_t pack_16bit(float low, float high) {
   return kIsBf16 ? ptx::pack_bf16x2(low, high) : ptx::pack_f16x2(low, high);
 }
 
+// Where the rows of one head from `first_row` on lie in a 16-bit tensor [batch, seqlen, num_heads,
+// head_dim], in bytes, and how many there are.
+template <int kHeadDim>
+struct HeadRows {
+  int64_t stride, offset;
+  int count;
+
+  __device__ __forceinline__ HeadRows(int batch, int seqlen, int num_heads, int head, int first_row)
+      : stride(static_cast<int64_t>(num_heads) * kHeadDim * 2),
+        offset((static_cast<int64_t>(batch) * seqlen + first_row) * stride +
+               static_cast<int64_t>(head) * kHeadDim * 2),
+        count(seqlen - first_row) {}
+};
+
 // acc[4j + {0, 1}]: columns 8j + 2t, +1 of row g; acc[4j + {2, 3}]: of row g + 8. Row r goes to
 // `rows` + r * row_stride bytes if r < num_rows. `staging` has 16 * kColumns * 2 bytes.
 template <bool kIsBf16, int kColumns>
@@ -48,14 +62,13 @@ __device__ __forceinline__ void store_key_grads(
     const float (&acc_dv)[BwdTraits<Config>::kHeadDim / 2], uint32_t staging) {
   using Traits = BwdTraits<Config>;
   const int warp_key = walk.first_key + warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
-  const int64_t row_stride = static_cast<int64_t>(p.num_heads_kv) * Traits::kHeadDim * 2;
-  const int64_t offset = (static_cast<int64_t>(walk.batch) * p.seqlen_k + warp_key) * row_stride +
-                         static_cast<int64_t>(walk.kv_head) * Traits::kHeadDim * 2;
+  const HeadRows<Traits::kHeadDim> rows(walk.batch, p.seqlen_k, p.num_heads_kv, walk.kv_head,
+                                        warp_key);
   store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(
-      acc_dv, 1.0f, staging, static_cast<char*>(p.dv) + offset, row_stride, p.seqlen_k - warp_key);
+      acc_dv, 1.0f, staging, static_cast<char*>(p.dv) + rows.offset, rows.stride, rows.count);
   store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(acc_dk, __ldg(p.softmax_scale), staging,
-                                                     static_cast<char*>(p.dk) + offset, row_stride,
-                                                     p.seqlen_k - warp_key);
+                                                     static_cast<char*>(p.dk) + rows.offset,
+                                                     rows.stride, rows.count);
 }
 
 }  // namespace jax_fa3

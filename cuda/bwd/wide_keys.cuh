@@ -151,14 +151,12 @@ __device__ __forceinline__ void bwd_wide_keys_math(const BwdParams& p,
     ptx::named_barrier_sync(kIsP ? 1 : 2, 128);
   }
 
-  const int warp_key = walk.first_key + warp * 16;
-  const int64_t row_stride = static_cast<int64_t>(p.num_heads_kv) * Traits::kHeadDim * 2;
-  const int64_t offset = (static_cast<int64_t>(walk.batch) * p.seqlen_k + warp_key) * row_stride +
-                         static_cast<int64_t>(walk.kv_head) * Traits::kHeadDim * 2;
-  const uint32_t staging = smem.base + (kIsP ? Smem::kKeys : Smem::kValues) + warp * 8192;
+  const HeadRows<Traits::kHeadDim> rows(walk.batch, p.seqlen_k, p.num_heads_kv, walk.kv_head,
+                                        walk.first_key + warp * 16);
   store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(
-      acc, kIsP ? 1.0f : __ldg(p.softmax_scale), staging,
-      static_cast<char*>(kIsP ? p.dv : p.dk) + offset, row_stride, p.seqlen_k - warp_key);
+      acc, kIsP ? 1.0f : __ldg(p.softmax_scale),
+      smem.base + (kIsP ? Smem::kKeys : Smem::kValues) + warp * 8192,
+      static_cast<char*>(kIsP ? p.dv : p.dk) + rows.offset, rows.stride, rows.count);
 }
 
 template <class Config>
