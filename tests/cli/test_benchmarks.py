@@ -134,6 +134,20 @@ def test_our_tables_are_those_of_the_committed_results():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_a_fixed_order_costs_is_that_of_the_committed_results(head_dim):
+    """What explain says. Such ratios differ by some points from run to run."""
+    rows = json.loads((BENCHMARKS / "results" / "h200.json").read_text())["rows"]
+    times = {}
+    for row in rows:
+        if (row["kind"], row["impl"], row["head_dim"]) == ("bwd", "jax_fa3", head_dim):
+            shape = row["seqlen_q"], row["is_causal"]
+            times.setdefault(shape, {})[row["preset"] == "deterministic"] = row["ms"]
+    longer = [100 * (both[True] / both[False] - 1) for both in times.values()]
+    assert len(longer) == 4
+    assert -3 <= jax_fa3._explain._COST_OF_ORDER[head_dim] - max(longer) <= 10
+
+
 @MATPLOTLIB
 def test_plot_writes_pictures(result_file, tmp_path):
     done = run(BENCHMARKS / "plot.py", result_file, "--out", tmp_path / "p", cwd=tmp_path)
