@@ -13,6 +13,23 @@ _NOTE = "_build_note.txt"
 _REINSTALL = "run `pip install --force-reinstall --no-deps .` in the sources with this Python"
 
 
+def hidden_installation(folder: Path = _FOLDER) -> Path | None:
+    """The installed package, with an extension or a note, that the one in `folder` is found before.
+
+    Python looks in the current folder first, so in a checkout it finds the sources, which have
+    neither.
+    """
+    if _is_built(folder):
+        return None
+    here = folder.resolve()
+    others = (Path(entry, "jax_fa3") for entry in sys.path if entry)
+    return next((path for path in others if path.resolve() != here and _is_built(path)), None)
+
+
+def _is_built(folder: Path) -> bool:
+    return any(folder.glob("_ext*.so")) or (folder / _NOTE).exists()
+
+
 def import_failure(error: ImportError, folder: Path = _FOLDER) -> str:
     """What `error`, raised by importing jax_fa3._ext from `folder`, means to a user."""
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -25,6 +42,11 @@ def import_failure(error: ImportError, folder: Path = _FOLDER) -> str:
             return f"{foreign[0]} was built for another Python than this {python}; {_REINSTALL}"
         if note.exists():
             return f"{missing}: {note.read_text(encoding='utf-8').strip().removesuffix('.')}"
+        if (installed := hidden_installation(folder)) is not None:
+            return (
+                f"the sources in {folder} hide the installation in {installed}; start Python in "
+                "another folder"
+            )
         return f"{missing}; run `JAX_FA3_CUDA=ON pip install .` in the sources, on Linux"
     # A stable-ABI module serves its own Python and all later ones; an earlier one finds it too.
     if (

@@ -104,6 +104,10 @@ class TestImportFailure:
 
     absent = ModuleNotFoundError("No module", name="jax_fa3._ext")
 
+    @pytest.fixture(autouse=True)
+    def nothing_installed(self, monkeypatch):
+        monkeypatch.setattr(sys, "path", [])
+
     def test_no_file_and_no_note(self, tmp_path):
         reason = _install.import_failure(self.absent, tmp_path)
         assert reason.startswith("the compiled extension jax_fa3._ext is not in this installation;")
@@ -115,6 +119,19 @@ class TestImportFailure:
         assert reason == (
             "the compiled extension jax_fa3._ext is not in this installation: no nvcc was found; "
             "install one"
+        )
+
+    @pytest.mark.parametrize("name", ["_ext.abi3.so", "_build_note.txt"])
+    def test_sources_that_hide_an_installation(self, tmp_path, monkeypatch, name):
+        sources, installed = tmp_path / "checkout" / "jax_fa3", tmp_path / "site" / "jax_fa3"
+        for folder in (sources, installed):
+            folder.mkdir(parents=True)
+        monkeypatch.setattr(sys, "path", ["", str(sources.parent), str(installed.parent)])
+        assert "not in this installation;" in _install.import_failure(self.absent, sources)
+        (installed / name).touch()
+        assert _install.import_failure(self.absent, sources) == (
+            f"the sources in {sources} hide the installation in {installed}; start Python in "
+            "another folder"
         )
 
     def test_extension_of_another_python(self, tmp_path):

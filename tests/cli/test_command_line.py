@@ -44,20 +44,25 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize(("built", "said"), [(True, "installed"), (False, "checkout")])
-def test_in_a_checkout_the_installed_package_answers(tmp_path, built, said):
-    """`python -m` finds a checkout's sources first; an installed extension must not be lost."""
-    own = Path(jax_fa3.__file__).with_name("__main__.py").read_text()
+@pytest.mark.parametrize(
+    ("has", "said"),
+    [("_ext.abi3.so", "installed"), ("_build_note.txt", "installed"), (None, "checkout")],
+)
+def test_in_a_checkout_the_installed_package_answers(tmp_path, has, said):
+    """`python -m` finds a checkout's sources first; an installed extension, or the note why there
+    is none, must not be lost."""
+    own = Path(jax_fa3.__file__).parent
     for place in ("checkout", "installed"):
         package = tmp_path / place / "jax_fa3"
         (package / "_cli").mkdir(parents=True)
         (package / "__init__.py").touch()
-        (package / "__main__.py").write_text(own)
+        for name in ("__main__.py", "_install.py"):
+            shutil.copy(own / name, package)
         (package / "_cli" / "__init__.py").touch()
         main = f"import sys\ndef main(): print({place!r}, *sys.argv[1:])\n"
         (package / "_cli" / "main.py").write_text(main)
-    if built:
-        (tmp_path / "installed" / "jax_fa3" / "_ext.abi3.so").touch()
+    if has:
+        (tmp_path / "installed" / "jax_fa3" / has).touch()
     folder = str(tmp_path / "installed")
     # -S: the package under test may be installed too.
     done = run("-S", "-m", "jax_fa3", "bench", cwd=tmp_path / "checkout", PYTHONPATH=folder)
@@ -69,10 +74,11 @@ def test_self_check_works_in_a_pure_install(tmp_path):
     package = Path(jax_fa3.__file__).parent
     pure = tmp_path / "pure" / "jax_fa3"
     shutil.copytree(package, pure, ignore=shutil.ignore_patterns("_ext*.so", "__pycache__"))
+    (pure / "_build_note.txt").write_text("no nvcc was found; install one.\n")
     program = "import sys; from jax_fa3._cli.main import main; sys.exit(main())"
     done = run("-c", program, cwd=tmp_path, PYTHONPATH=str(pure.parent))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "jax_fa3._ext is not in this installation" in done.stdout
+    assert "_ext is not in this installation: no nvcc was found; install one" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,7 @@ class TestLoading:
         # The package under test may hold an extension of another Python, which is named first.
         said = functools.partial(_install.import_failure, folder=tmp_path)
         monkeypatch.setattr(_install, "import_failure", said)
+        monkeypatch.setattr(_install, "hidden_installation", lambda folder: None)
         absent = ModuleNotFoundError("No module", name="jax_fa3._ext")
         assert "not in this installation" in self.load(monkeypatch, absent)[0]
         broken = ImportError("undefined symbol: foo")
