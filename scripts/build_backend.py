@@ -203,6 +203,11 @@ def reason(lines: list[str]) -> str:
             f"no space is left on the device while building in {tempfile.gettempdir()}; free some "
             "or point TMPDIR at another disk."
         )
+    if any("cuda_runtime.h: No such file" in line for line in lines):
+        return (
+            "nvcc found no headers of the CUDA runtime (cuda_runtime.h); install them beside it or "
+            "point CUDACXX at an nvcc that has them."
+        )
     complaints = _cmake_errors(lines)
     ours = [text for text in complaints if text.startswith("jax_fa3: ")]
     if ours:

@@ -131,10 +131,10 @@ def test_unknown_choice(bare, monkeypatch, name):
 # ---- why it failed ---------------------------------------------------------------------
 
 WRAPPED = """\
--- The CUDA compiler identification is NVIDIA 11.8.89
+-- The CXX compiler identification is GNU 12.2.0
 CMake Error at CMakeLists.txt:88 (message):
-  jax_fa3: nvcc must be 12.3 or newer; got 11.8.89 (/opt/nvcc).  Point
-  CUDACXX at a newer one.
+  jax_fa3: the XLA FFI headers (xla/ffi/api/ffi.h) are not in /opt/include;
+  install jaxlib again.
 
 
 -- Configuring incomplete, errors occurred!
@@ -144,10 +144,11 @@ CMake Error at CMakeLists.txt:88 (message):
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        (WRAPPED, "nvcc must be 12.3 or newer; got 11.8.89 (/opt/nvcc). Point CUDACXX at a newer"),
+        (WRAPPED, "are not in /opt/include; install jaxlib again."),
         ("a.cu(3): warning: unused\na.cu(4): error: expected a ';'\n", "with 'a.cu(4): error: exp"),
         ("nvcc fatal   : Unsupported gpu architecture 'compute_90a'", "with 'nvcc fatal   : Unsup"),
         ("a.cc:1:10: fatal error: x.h: No such file or directory", "fatal error: x.h: No such"),
+        ("<command-line>: fatal error: cuda_runtime.h: No such file or directory", "no headers of"),
         ("error: could not write: No space left on device", "no space is left on the device"),
         ("g++: fatal error: Killed signal terminated program cc1plus", "Killed"),
         ("nothing that we know", "the build stopped; run `JAX_FA3_CUDA=ON pip install -v .`"),
@@ -173,13 +174,13 @@ def test_output_is_recorded_and_passed_on(capfd):
 # ---- whole builds with a compiler that fails -------------------------------------------
 
 
-def build(tmp_path, *, prefix=(), **variables):
+def build(tmp_path, *, prefix=(), setup="pass", **variables):
     """Runs build_wheel in a process of its own: (status, output, wheel or None)."""
     nvcc = program(
         tmp_path / "bad" / "nvcc", "#!/bin/sh\necho 'nvcc fatal : out of order' >&2\nexit 1\n"
     )
     code = (
-        "import sys; sys.path.insert(0, 'scripts'); import build_backend as b; "
+        f"import sys; sys.path.insert(0, 'scripts'); import build_backend as b; {setup}; "
         f"b.build_wheel({str(tmp_path / 'dist')!r})"
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_FA3_", "CUDA"))}
@@ -187,7 +188,7 @@ def build(tmp_path, *, prefix=(), **variables):
     done = subprocess.run(
         [*prefix, sys.executable, "-c", code],
         cwd=ROOT,
-        env=env,
+        env={k: v for k, v in env.items() if v is not None},
         capture_output=True,
         text=True,
         check=False,
@@ -196,17 +197,46 @@ def build(tmp_path, *, prefix=(), **variables):
     return done.returncode, done.stdout + done.stderr, wheels[0] if wheels else None
 
 
+def note_of(wheel):
+    """Why a wheel without kernels has none: one line."""
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as files:
+        assert not [name for name in files.namelist() if name.endswith(".so")]
+        note = files.read("jax_fa3/_build_note.txt").decode()
+    assert note.count("\n") == 1
+    return note
+
+
+def with_mount(mount):
+    """The start of a command line whose rest runs after that `mount`, which nobody else sees."""
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    if shutil.which("nvcc") is None or shutil.which("cmake") is None:
+        pytest.skip("needs nvcc and cmake")
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"]).returncode:
+        pytest.skip("needs the right to mount a file system in a namespace (unshare)")
+    return command
+
+
 def test_auto_falls_back_and_says_why(tmp_path):
     status, output, wheel = build(tmp_path)
     assert status == 0, output
-    assert wheel.name.endswith("-py3-none-any.whl")
-    with zipfile.ZipFile(wheel) as files:
-        note = files.read("jax_fa3/_build_note.txt").decode()
-        assert not [name for name in files.namelist() if name.endswith(".so")]
+    note = note_of(wheel)
     assert f"jax_fa3: installing WITHOUT GPU kernels: {note}" in output
-    assert note.count("\n") == 1
     nvcc = tmp_path / "bad" / "nvcc"
     assert note.startswith(f"{nvcc} does not run (nvcc fatal : out of order); point CUDACXX at")
+
+
+def test_no_nvcc_and_pypi_forbidden(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "c++").symlink_to(shutil.which("c++") or "c++")
+    setup = f"b.TOOLKIT_FOLDER = {str(tmp_path)!r}"
+    path = str(tmp_path / "bin")
+    _, output, wheel = build(tmp_path, setup=setup, CUDACXX=None, PATH=path, JAX_FA3_NVCC="system")
+    assert wheel is not None, output
+    assert note_of(wheel) == (
+        "no nvcc was found and JAX_FA3_NVCC=system forbids PyPI's; put nvcc 12.3 or newer on PATH, "
+        "or unset JAX_FA3_NVCC.\n"
+    )
 
 
 def test_on_fails_with_the_same_sentence(tmp_path):
@@ -220,21 +250,29 @@ def test_full_disk(tmp_path):
     """A real one: the build folder lies on a file system of 2 MB."""
     small = tmp_path / "small"
     small.mkdir()
-    mounted = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    mounted += [f'mount -t tmpfs -o size=2m none "{small}" && exec "$@"', "sh"]
-    if shutil.which("nvcc") is None or shutil.which("cmake") is None:
-        pytest.skip("needs nvcc and cmake")
-    if shutil.which("unshare") is None or subprocess.run([*mounted, "true"]).returncode:
-        pytest.skip("needs the right to mount a file system in a namespace (unshare)")
-    status, output, wheel = build(
-        tmp_path, prefix=mounted, TMPDIR=str(small), CUDACXX=shutil.which("nvcc")
+    prefix = with_mount(f'mount -t tmpfs -o size=2m none "{small}"')
+    _, output, wheel = build(
+        tmp_path, prefix=prefix, TMPDIR=str(small), CUDACXX=shutil.which("nvcc")
     )
-    assert status == 0, output
-    assert (
+    assert wheel is not None, output
+    assert note_of(wheel).startswith(
         f"no space is left on the device while building in {small}; free some or point TMPDIR at"
-        in output
     )
-    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_headers_of_cuda_are_missing(tmp_path):
+    """A real nvcc that finds its folder of headers empty."""
+    nvcc = shutil.which("nvcc") or "nvcc"
+    prefix = with_mount(
+        f"""folder=$({nvcc} --dryrun -x cu -c /dev/null -o /dev/null 2>&1 |
+        sed -n 's/.*INCLUDES="-I\\([^"]*\\)".*/\\1/p') && mount -t tmpfs none "$folder" """
+    )
+    _, output, wheel = build(tmp_path, prefix=prefix, CUDACXX=nvcc)
+    assert wheel is not None, output
+    assert note_of(wheel) == (
+        "nvcc found no headers of the CUDA runtime (cuda_runtime.h); install them beside it or "
+        "point CUDACXX at an nvcc that has them.\n"
+    )
 
 
 def test_off_builds_a_pure_wheel_without_a_note(tmp_path):
