@@ -6,7 +6,10 @@ load(":facts.bzl", "ABI_DEFINES")
 
 package(default_visibility = ["//visibility:public"])
 
-exports_files(glob(["kernels/*"]))
+exports_files(glob(
+    ["kernels/*"],
+    allow_empty = True,
+))
 
 cc_library(
     name = "python_headers",
@@ -24,24 +27,42 @@ cc_library(
 cc_library(
     name = "cudart",
     srcs = ["cuda/libcudart_static.a"],
-    hdrs = glob(["cuda/include/**/*.h", "cuda/include/**/*.hpp"]),
+    hdrs = glob([
+        "cuda/include/**/*.h",
+        "cuda/include/**/*.hpp",
+    ]),
     includes = ["cuda/include"],
-    linkopts = ["-ldl", "-lpthread", "-lrt"],
+    linkopts = [
+        "-ldl",
+        "-lpthread",
+        "-lrt",
+    ],
 )
 
 cc_library(
     name = "nanobind",
     srcs = ["nanobind/src/nb_combined.cpp"],
     hdrs = glob(["nanobind/include/**/*.h"]),
-    copts = ["-fno-strict-aliasing", "-fvisibility=hidden", "-Os", "-w"],
+    copts = [
+        "-fno-strict-aliasing",
+        "-fvisibility=hidden",
+        "-Os",
+        "-w",
+    ],
     includes = ["nanobind/include"],
-    local_defines = ["NB_BUILD", "NB_COMPACT_ASSERTIONS"],
+    local_defines = [
+        "NB_BUILD",
+        "NB_COMPACT_ASSERTIONS",
+    ],
     textual_hdrs = glob([
         "nanobind/src/*.cpp",
         "nanobind/src/*.h",
         "nanobind/ext/robin_map/include/**/*.h",
     ]),
-    deps = [":python_headers", ":robin_map"],
+    deps = [
+        ":python_headers",
+        ":robin_map",
+    ],
 )
 
 cc_library(
@@ -54,6 +75,7 @@ py_runtime(
     name = "python_runtime",
     interpreter_path = "%{python}",
     python_version = "PY3",
+    stub_shebang = "#!%{python}",
 )
 
 py_runtime_pair(

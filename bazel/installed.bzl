@@ -11,6 +11,7 @@ def folder(package):
     spec = importlib.util.find_spec(package)
     return spec.submodule_search_locations[0] if spec else ""
 print(sys.executable)
+print(sys._base_executable)
 print("%d.%d" % sys.version_info[:2])
 print(sysconfig.get_path("include"))
 print(folder("jaxlib"))
@@ -25,7 +26,7 @@ def _find_python(ctx):
     asked = ctx.execute([python, "-P", "-c", _ASK_PYTHON])
     if asked.return_code:
         fail("jax_fa3: %s must be Python 3.11 or newer; it says: %s" % (python, asked.stderr))
-    path, version, include, jaxlib, nanobind = asked.stdout.split("\n")[:5]
+    path, base, version, include, jaxlib, nanobind = asked.stdout.split("\n")[:6]
     for package, folder in [("jaxlib", jaxlib), ("nanobind", nanobind)]:
         if not folder:
             fail("jax_fa3: %s was not found for %s; install it there with pip." % (package, path))
@@ -33,6 +34,7 @@ def _find_python(ctx):
         fail("jax_fa3: Python.h is not in %s; install the headers of Python." % include)
     return struct(
         path = path,
+        base = base,
         stable_abi = int(version.split(".")[1]) >= 12,
         include = include,
         jaxlib = jaxlib,
@@ -81,10 +83,11 @@ def _installed_impl(ctx):
         "NVCC = %r" % str(cuda.nvcc),
         "PTXAS_VERSION = %r" % cuda.ptxas_version,
         "EXTENSION = %r" % ("_ext.abi3.so" if python.stable_abi else "_ext.so"),
+        "PYTHON = %r" % python.path,
         "ABI_DEFINES = %r" % (["Py_LIMITED_API=0x030C0000"] if python.stable_abi else []),
         "",
     ]))
-    ctx.template("BUILD.bazel", Label("//bazel:installed.BUILD.tpl"), {"%{python}": python.path})
+    ctx.template("BUILD.bazel", Label("//bazel:installed.BUILD.tpl"), {"%{python}": python.base})
 
 installed = repository_rule(
     implementation = _installed_impl,

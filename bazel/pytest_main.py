@@ -3,6 +3,12 @@
 import importlib.util
 import os
 import sys
+from pathlib import Path
+
+# Bazel starts the Python below a venv, or a venv of its own: go to the one that has the packages.
+if python := os.environ.pop("JAX_FA3_PYTHON", None):
+    os.environ["PYTHONPATH"] = str(Path(__file__).absolute().parents[1])
+    os.execv(python, [python, "-P", __file__, *sys.argv[1:]])
 
 import pytest
 

@@ -1,7 +1,7 @@
 """WORKSPACE (Bazel 4 and 5) and MODULE.bazel (6 and later) give the build files the same things.
 
-CI runs the first; no current Bazel is at hand there. These files are Python as far as its parser
-looks, so that what they name can be compared.
+CI runs the first; what is checked of the second stands in it. These files are Python as far as its
+parser looks, so that what they name can be compared.
 """
 
 import ast
