@@ -30,6 +30,8 @@ def all_messages() -> list[Message]:
         found += python_messages(path.read_text(encoding="utf-8"), _name(path))
     for path in sorted((ROOT / "bindings").iterdir()):
         found += handler_messages(path.read_text(encoding="utf-8"), _name(path))
+    for path in sorted((ROOT / "bazel").glob("*.bzl")):
+        found += starlark_messages(path.read_text(encoding="utf-8"), _name(path))
     for path in (ROOT / "CMakeLists.txt", *sorted((ROOT / "cmake").glob("*.cmake"))):
         found += cmake_messages(path.read_text(encoding="utf-8"), _name(path))
     return found
@@ -69,6 +71,19 @@ def python_messages(source: str, place: str) -> list[Message]:
     return [
         Message(text, f"{place}:{line}") for line, text in texts if text.replace(GAP, "").strip()
     ]
+
+
+def starlark_messages(source: str, place: str) -> list[Message]:
+    """Texts of fail(...) in a Bazel file, which Python's parser reads."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and _called(node) == "fail":
+            value = node.args[0]
+            if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mod):
+                value = value.left
+            text = _without_prefix(_template(value, {}).replace("%s", GAP))
+            found.append(Message(text, f"{place}:{node.lineno}"))
+    return found
 
 
 def _called(node: ast.Call) -> str:

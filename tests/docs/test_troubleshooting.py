@@ -2,7 +2,15 @@
 
 import re
 
-from docs.messages import GAP, ROOT, all_messages, cmake_messages, handler_messages, python_messages
+from docs.messages import (
+    GAP,
+    ROOT,
+    all_messages,
+    cmake_messages,
+    handler_messages,
+    python_messages,
+    starlark_messages,
+)
 
 # Shorter entries must be a message as it stands: "… must be …" would cover almost anything.
 ENOUGH_TO_RECOGNISE = 18
@@ -70,3 +78,5 @@ def test_handler_and_build_messages_are_read():
     assert [m.text for m in handler_messages(source, "file")] == [" must be (so); got …."]
     source = 'message(FATAL_ERROR "jax_fa3: no ${X} "\n "here.")'
     assert [m.text for m in cmake_messages(source, "file")] == ["no … here."]
+    source = 'def f(x):\n    fail("jax_fa3: no " + x)\n    fail("jax_fa3: %s is not %s." % (x, x))'
+    assert [m.text for m in starlark_messages(source, "file")] == ["no …", "… is not …."]
