@@ -168,10 +168,14 @@ KERNEL_FP8 = KernelLimit(
     "a row with few keys shows single P: one e4m3 step is 2^-3; f16 scores keep 11 bits",
 )  # fmt: skip
 
-# The worst of a hundred thousand heads with a few keys each, where single P show.
+# The worst of a hundred thousand heads, many of few rows and keys, where single P show.
+SOAK_NATIVE = KernelLimit(
+    2e-3, 8e-3, 4e-5, 1e-2, 2e-3, 1e-4,
+    "as KERNEL_NATIVE; gain 4.6e-3 within 700 random shapes on an H200",
+)  # fmt: skip
 SOAK_FP8 = KernelLimit(
-    1e-2, 0.1, 5e-3, 6e-2, 0.25, 5e-2,
-    "as KERNEL_FP8; 6.2e-2, 1.1e-3, 3.6e-2 and 0.12 within 800 random shapes on an H200",
+    1e-2, 0.1, 5e-3, 6e-2, 0.25, 0.1,
+    "as KERNEL_FP8; 6.2e-2, 1.1e-3, 3.6e-2 and 0.12 within 700 random shapes on an H200",
 )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 python tests/gpu/soak.py --seconds 600 --workers 8 --seed 1 --json soak.json
 
-  --seconds N    how long; a case that began before the end is finished
+  --seconds N    how long; what has not ended ten seconds later is cut short
+  --cases N      at most so many cases of each process
   --workers N    processes, each with cases of its own; XLA's compiler takes most of the time
   --seed N       what is drawn; case K of a seed is the same for any number of workers
   --only K       case K of the seed alone, in this process, with what was measured
@@ -43,6 +44,7 @@ from jax_fa3._cli import results
 
 POOL, POOL_BYTES = 5, 2**28
 IN_FLIGHT = 24  # calls of each of two threads
+GRACE = 10  # seconds for the last cases
 HANG = 3
 # Workers share the GPU and the cores.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "2"}
@@ -57,12 +59,13 @@ def cases_of(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
     faulthandler's own thread ends the process when a call takes too long: it needs no GIL, so it
     also works when the call never comes back from C.
     """
-    end = time.monotonic() + flags.seconds
+    end = flags.until or time.time() + flags.seconds
     rng = np.random.default_rng([flags.seed, flags.worker])
     pool: list[soak_program.Program] = []
-    indices = range(flags.worker, sys.maxsize, flags.workers)
+    last = sys.maxsize if flags.cases is None else flags.workers * flags.cases
+    indices = range(flags.worker, last, flags.workers)
     for index in indices if flags.only is None else [flags.only]:
-        if flags.only is None and time.monotonic() >= end:
+        if flags.only is None and time.time() >= end:
             return
         case = soak_cases.draw_case(flags.seed, index)
         yield {"begin": str(case)}
@@ -145,7 +148,8 @@ def start(
     command = [
         sys.executable, str(Path(__file__).resolve()), "--worker", str(number),
         "--workers", str(flags.workers), "--seed", str(flags.seed),
-        "--seconds", str(flags.seconds), "--limit", str(flags.limit),
+        "--until", str(time.time() + flags.seconds), "--limit", str(flags.limit),
+        *([] if flags.cases is None else ["--cases", str(flags.cases)]),
         *(["--dry-run"] if flags.dry_run else []),
     ]  # fmt: skip
     environment = {**os.environ, **ENVIRONMENT}
@@ -171,18 +175,16 @@ def run_all(flags: argparse.Namespace) -> int:
     summary = Summary(flags.seed)
     facts = {"dry_run": True} if flags.dry_run else {}
     meta = results.meta(seed=flags.seed, workers=flags.workers, **facts) if flags.json else {}
-    open_cases: dict[int, str | None] = {}
-    running, died, written = set(range(flags.workers)), 0, 0.0
-    # A worker's own watchdog comes first; this one is for a process that cannot even be ended.
-    last = began + flags.seconds + 30 * flags.limit
+    open_cases: dict[int, tuple[str, float] | None] = {}  # what runs, and since when
+    running, died, cut, written = set(range(flags.workers)), 0, 0, 0.0
     again = f"python tests/gpu/soak.py --seed {flags.seed} --only"
 
     def write(partial: bool) -> None:
         if flags.json:
             block = {
                 **meta, "seconds": round(time.monotonic() - began, 1), "cases": summary.cases,
-                "calls": summary.calls, "failures": summary.failures, "died": died, "skipped": [],
-                "partial": partial,
+                "calls": summary.calls, "failures": summary.failures, "died": died, "cut": cut,
+                "skipped": [], "partial": partial,
             }  # fmt: skip
             results.write(flags.json, block, summary.rows())
 
@@ -190,11 +192,11 @@ def run_all(flags: argparse.Namespace) -> int:
         try:
             number, event = events.get(timeout=1)
         except queue.Empty:
-            if time.monotonic() > last:
-                break
-            continue
+            event = {}
+        if time.monotonic() > began + flags.seconds + GRACE:
+            break
         if "begin" in event:
-            open_cases[number] = event["begin"]
+            open_cases[number] = event["begin"], time.monotonic()
         elif "end" in event:
             open_cases[number] = None
             summary.add(event)
@@ -203,23 +205,28 @@ def run_all(flags: argparse.Namespace) -> int:
                 print("".join(f"  {line}\n" for line in event["failed"]), end="", flush=True)
         elif "exit" in event:
             running.discard(number)
-            if event["exit"] != 0 or open_cases.get(number):
+            case, _ = open_cases.get(number) or (None, 0)
+            if event["exit"] != 0 or case:
                 died += 1
-                print(f"DIED with {event['exit']}, in {open_cases.get(number)}", flush=True)
+                print(f"DIED with {event['exit']}, in {case}", flush=True)
         if time.monotonic() > written + 10:
             written = time.monotonic()
             write(partial=True)
     for number in running:
-        died += 1
-        print(f"HUNG in {open_cases.get(number)}", flush=True)
         workers[number].kill()
-    write(partial=bool(running))
+        case, since = open_cases.get(number) or (None, began)
+        cut += 1
+        # Its own watchdog should have ended it: the process cannot even do that.
+        if time.monotonic() > since + 12 * flags.limit + GRACE:
+            died += 1
+            print(f"HUNG in {case}", flush=True)
+    write(partial=False)
     for row in summary.rows():
         worst = ", ".join(f"{name} {value:.2g}" for name, value in row["worst"].items())
         print(f"{row['check']}: {row['checks']} checks; worst {worst or '-'}")
     print(
         f"{summary.cases} cases, {summary.calls} calls in {time.monotonic() - began:.0f} s, "
-        f"{summary.failures} failed, {died} workers died"
+        f"{summary.failures} failed, {cut} cut short, {died} workers died"
     )
     return HANG if died else int(summary.failures > 0)
 
@@ -232,10 +239,12 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int)
+    parser.add_argument("--cases", type=int)
     parser.add_argument("--limit", type=float, default=20)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     os.environ.update(ENVIRONMENT)  # before JAX looks for devices
     if flags.only is not None:
