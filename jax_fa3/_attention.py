@@ -15,6 +15,7 @@ from jax_fa3 import (
     _explain,
     _fold,
     _local,
+    _option_checks,
     _partition,
     _reference,
     _refusals,
@@ -215,6 +216,10 @@ def run(
         "implementation": implementation,
     }
     config, plan = _explain.plan_of(function, query, key, value, spelled=spelled, **options)
+    main = {"query": query, "key": key, "value": value}
+    for name, x in {**main, **arrays}.items():  # `explain` takes shapes as well
+        if _option_checks.has_shape(x) and not _option_checks.is_number(x):
+            _option_checks.check_array(function, dict(spelled or {}).get(name, name), x)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     main = {"query": query, "key": key, "value": value}
     only_cuda = implementation == "cuda"

@@ -107,6 +107,8 @@ def context_parallel_attention(
         return_logsumexp=return_logsumexp,
         implementation=implementation,
     )
+    for argument, x in {"query": query, "key": key, "value": value}.items():
+        _option_checks.check_array(_NAME, argument, x)
     size, index = _place_on_axis(axis_name)
     _check_shards(query, key, size, strategy, layout, is_causal)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
@@ -183,7 +185,7 @@ def zigzag_shard(x: Any, num_shards: int, *, axis: int = 1) -> jax.Array:
       ValueError: 2 num_shards does not divide the axis, or there is no such axis.
       TypeError: num_shards or axis is no int, or x is no array.
     """
-    axis = _check_zigzag("zigzag_shard", x, num_shards, axis)
+    num_shards, axis = _check_zigzag("zigzag_shard", x, num_shards, axis)
     return _reorder(jnp.asarray(x), _zigzag_order(num_shards), axis)
 
 
@@ -197,7 +199,7 @@ def zigzag_unshard(x: Any, num_shards: int, *, axis: int = 1) -> jax.Array:
     Raises:
       ValueError, TypeError: as there.
     """
-    axis = _check_zigzag("zigzag_unshard", x, num_shards, axis)
+    num_shards, axis = _check_zigzag("zigzag_unshard", x, num_shards, axis)
     return _reorder(jnp.asarray(x), np.argsort(_zigzag_order(num_shards)), axis)
 
 
@@ -289,12 +291,15 @@ def _check_shards(
         )
 
 
-def _check_zigzag(function: str, x: Any, num_shards: Any, axis: Any) -> int:
-    """The axis, counted from the front."""
+def _check_zigzag(function: str, x: Any, num_shards: Any, axis: Any) -> tuple[int, int]:
+    """The number of shards and the axis, counted from the front."""
     shape, _ = _option_checks.shape_and_dtype(function, "x", x)
     for argument, number in {"num_shards": num_shards, "axis": axis}.items():
         if isinstance(number, (bool, np.bool_)) or not isinstance(number, (int, np.integer)):
-            raise TypeError(f"{function}: {argument} must be an int; got {number!r}.")
+            raise TypeError(
+                f"{function}: {argument} must be an int; got {_option_checks.describe(number)}."
+            )
+    num_shards, axis = int(num_shards), int(axis)  # NumPy's would wrap
     if num_shards < 1:
         raise ValueError(f"{function}: num_shards must be at least 1; got {num_shards}.")
     if not -len(shape) <= axis < len(shape):
@@ -304,4 +309,5 @@ def _check_zigzag(function: str, x: Any, num_shards: Any, axis: Any) -> int:
             f"{function}: x must have a multiple of {2 * num_shards} (2 num_shards) along axis"
             f" {axis}; got {show(shape)}."
         )
-    return int(axis) % len(shape)
+    _option_checks.check_array(function, "x", x)  # x has an axis, so it is no number
+    return num_shards, axis % len(shape)

@@ -107,9 +107,11 @@ def dot_product_attention(
     Raises:
       ValueError, TypeError, NotImplementedError, RuntimeError: as `jax_fa3.attention`.
     """
-    if implementation not in (None, "xla", "cuda"):
+    is_name = implementation is None or isinstance(implementation, str)
+    if not is_name or implementation not in (None, "xla", "cuda"):
         raise ValueError(
-            f'{_NAME}: implementation must be None, "xla" or "cuda"; got {implementation!r}. '
+            f'{_NAME}: implementation must be None, "xla" or "cuda"; got '
+            f"{_option_checks.describe(implementation)}. "
             '"cuda" is the kernel of this package; jax.nn.dot_product_attention reaches cuDNN.'
         )
     _option_checks.check_flag(_NAME, "return_residual", return_residual)

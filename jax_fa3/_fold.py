@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fa3._option_checks import is_number
 from jax_fa3._shapes import Operands, is_float8, leading_axes
 
 
@@ -57,7 +58,10 @@ def fold_operands(
 
 
 def as_operand(name: str, x: Any) -> Any:
-    """x, with what counts and numbers tokens cut to int32: a length beyond it means all of them."""
+    """x as an array: Python's numbers in float32, what counts and numbers tokens cut to int32 (a
+    length beyond it means all of them)."""
+    if is_number(x):
+        return np.float32(x)
     if not name.endswith(("seqlens", "segment_ids")):
         return x
     info = np.iinfo(x.dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fa3 import _compat
-from jax_fa3._option_checks import dtype_of, is_floating, show
+from jax_fa3._option_checks import check_array, dtype_of, has_shape, is_floating, show
 
 
 @_compat.any_rank
@@ -32,6 +32,9 @@ def merge_attention(outs: Sequence[Any], logsumexps: Sequence[Any]) -> tuple[jax
     """
     outs, logsumexps = _parts("outs", outs), _parts("logsumexps", logsumexps)
     _check(outs, logsumexps)
+    for index, pair in enumerate(zip(outs, logsumexps, strict=True)):
+        for argument, part in zip(("outs", "logsumexps"), pair, strict=True):
+            check_array("merge_attention", f"{argument}[{index}]", part)
     stacked = jnp.stack([jnp.asarray(part, jnp.float32) for part in logsumexps])
     largest = jax.lax.stop_gradient(jnp.max(stacked, axis=0))
     empty = jnp.isneginf(largest)
@@ -79,7 +82,8 @@ def _by_row(x: jax.Array) -> jax.Array:
 
 
 def _parts(argument: str, given: Any) -> tuple[Any, ...]:
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+    is_single = has_shape(given) and len(given.shape) == 0
+    if is_single or isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
         raise TypeError(
             f"merge_attention: {argument} must be a sequence of arrays; got {type(given).__name__}."
         )
@@ -98,7 +102,7 @@ def _check(outs: tuple[Any, ...], logsumexps: tuple[Any, ...]) -> None:
     named = [(f"outs[{i}]", x) for i, x in enumerate(outs)]
     named += [(f"logsumexps[{i}]", x) for i, x in enumerate(logsumexps)]
     for argument, array in named:
-        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        if not has_shape(array):
             raise TypeError(f"{name}: {argument} must be an array; got {type(array).__name__}.")
         dtype_of(name, argument, array)
     first = outs[0]

@@ -16,11 +16,18 @@ def show(shape: Iterable[Any]) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
+def has_shape(value: Any) -> bool:
+    """Whether the value has what every array has: a shape and a dtype (NumPy's classes do too)."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
+
+
 def describe(value: Any) -> str:
-    """A received value as messages print it: arrays by dtype and shape, the rest by repr."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    """A received value as messages print it: arrays by dtype and shape, the rest by repr, in one
+    line."""
+    if has_shape(value):
         return f"{value.dtype}{show(value.shape)}"
-    return repr(value)
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
@@ -62,6 +69,8 @@ def check_size(name: str, argument: str, value: Any) -> None:
         value = value[()]
     if not is_number(value):
         return
+    if isinstance(value, np.float16):  # the limit below has no float16
+        value = np.float32(value)
     if value != value or value in (math.inf, -math.inf):
         raise ValueError(f"{name}: {argument} must be finite; got {value!r}.")
     if not -LARGEST_NUMBER < value < LARGEST_NUMBER:
@@ -78,10 +87,22 @@ def _number(value: Any) -> str:
     return repr(value)
 
 
+def check_array(name: str, argument: str, value: Any) -> None:
+    """Refuses what has a shape and a dtype but holds no numbers that JAX takes."""
+    dtype = dtype_of(name, argument, value)
+    is_masked = isinstance(value, np.ma.MaskedArray)
+    if is_masked or not (hasattr(value, "__array__") or hasattr(value, "__jax_array__")):
+        raise TypeError(f"{name}: {argument} must be an array; got {type(value).__name__}.")
+    if isinstance(value, (np.ndarray, np.generic)):
+        is_numeric = dtype.kind in "biufcV" and dtype.type is not np.void
+        if not is_numeric or not dtype.isnative or dtype.char in "gG":
+            raise TypeError(f"{name}: {argument} must be an array of numbers; got {dtype}.")
+
+
 def check_convertible(name: str, argument: str, value: Any) -> None:
     """Accepts what jnp.asarray makes an array of numbers of: arrays and nested lists."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        dtype_of(name, argument, value)
+    if has_shape(value):
+        check_array(name, argument, value)
         return
     try:
         kind = np.asarray(value).dtype.kind
@@ -96,7 +117,7 @@ def shape_and_dtype(name: str, argument: str, value: Any) -> tuple[tuple[int, ..
 
     Raises: TypeError for anything else.
     """
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if has_shape(value):
         return tuple(value.shape), dtype_of(name, argument, value)
     if is_number(value):
         kind = np.int32 if isinstance(value, numbers.Integral) else np.float32
@@ -108,7 +129,7 @@ def check_scalar(name: str, argument: str, value: Any) -> None:
     """Accepts None, Python and numpy numbers and real arrays of rank 0, traced or not."""
     if value is None:
         return
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if has_shape(value):
         dtype = dtype_of(name, argument, value)
         if not (np.issubdtype(dtype, np.integer) or is_floating(dtype)):
             raise TypeError(f"{name}: {argument} must be a real number; got {describe(value)}.")
@@ -117,7 +138,7 @@ def check_scalar(name: str, argument: str, value: Any) -> None:
                 f"{name}: {argument} must be a scalar; got an array of shape {show(value.shape)}."
             )
     elif not is_number(value):
-        raise TypeError(f"{name}: {argument} must be a real number; got {value!r}.")
+        raise TypeError(f"{name}: {argument} must be a real number; got {describe(value)}.")
     check_size(name, argument, value)
 
 
@@ -147,14 +168,14 @@ def check_window(name: str, argument: str, value: Any) -> tuple[int | None, int 
     if not isinstance(pair, (tuple, list)):
         raise TypeError(f"{name}: {argument} {rule}; got {describe(value)}.")
     if len(pair) != 2:
-        raise ValueError(f"{name}: {argument} {rule}; got {value!r}.")
+        raise ValueError(f"{name}: {argument} {rule}; got {describe(value)}.")
     sides: list[int | None] = []
     for side in pair:
         if side is None:
             sides.append(None)
             continue
         if isinstance(side, (bool, np.bool_)) or not isinstance(side, numbers.Integral):
-            raise TypeError(f"{name}: {argument} {rule}; got {value!r}.")
+            raise TypeError(f"{name}: {argument} {rule}; got {describe(value)}.")
         if side < 0:
             raise ValueError(
                 f"{name}: {argument} {rule}; got {tuple(pair)!r}. None leaves a side open."

@@ -88,7 +88,9 @@ class Quantization:
                 object.__setattr__(self, field, given)
             if not isinstance(given, (str, bool)) or given not in allowed:
                 listed = " or ".join(f'"{c}"' if isinstance(c, str) else str(c) for c in allowed)
-                raise ValueError(f"Quantization: {field} must be {listed}; got {given!r}.")
+                raise ValueError(
+                    f"Quantization: {field} must be {listed}; got {_option_checks.describe(given)}."
+                )
 
     @classmethod
     def accurate(cls) -> Quantization:
@@ -165,6 +167,7 @@ def quantize(
       ValueError: rank, granularity, dtype or num_heads_kv breaks its rule.
     """
     format_name = _check_quantize(x, granularity, dtype, num_heads_kv)
+    _option_checks.check_array("quantize", "x", x)
     x = jnp.asarray(x)
     heads = x.shape[-2]
     groups = heads if num_heads_kv is None else num_heads_kv
@@ -201,6 +204,9 @@ def dequantize(quantized: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Arra
             f"dequantize: quantized must be a QuantizedTensor; got {type(quantized).__name__}."
         )
     dtype = _check_dequantize(quantized, dtype)
+    for name, part in (("values", quantized.values), ("descale", quantized.descale)):
+        if _option_checks.has_shape(part):
+            _option_checks.check_array("dequantize", name, part)
     values, descale = quantized.values, quantized.descale
     heads = values.shape[-2]
     if quantized.granularity == "tensor":
@@ -264,17 +270,21 @@ def range_factors(amax: jax.Array, limit: float) -> tuple[jax.Array, jax.Array]:
 
 def _check_dequantize(quantized: QuantizedTensor, dtype: Any) -> Any:
     """The dtype of the result; the parts of a tensor made by hand may not fit together."""
-    shape, _ = _option_checks.shape_and_dtype("dequantize", "values", quantized.values)
-    given, _ = _option_checks.shape_and_dtype("dequantize", "descale", quantized.descale)
+    parts = {"values": quantized.values, "descale": quantized.descale}
+    (shape, stored), (given, _) = (
+        _option_checks.shape_and_dtype("dequantize", name, part) for name, part in parts.items()
+    )
     if len(shape) < 3:
         raise ValueError(
             "dequantize: values must have shape [..., seqlen, num_heads, head_dim] (rank 3 or"
             f" more); got {_option_checks.show(shape)}."
         )
+    if stored not in FORMAT_DTYPES.values():
+        raise TypeError(f"dequantize: values must be float8_e4m3fn or float8_e5m2; got {stored}.")
     *lead, _, heads, dim = shape
     fits = {
         "tensor": given == shape[: min(len(given), len(lead))],
-        "head": given[:-1] == tuple(lead) and given != () and heads % max(given[-1], 1) == 0,
+        "head": given[:-1] == tuple(lead) and (0, *given)[-1] > 0 and heads % given[-1] == 0,
         "row": given == shape[:-1],
         "channel": given == (*lead, heads, dim),
     }
@@ -285,22 +295,20 @@ def _check_dequantize(quantized: QuantizedTensor, dtype: Any) -> Any:
             f" asks for with values {_option_checks.show(shape)}; got {_option_checks.show(given)}."
         )
     try:
-        found = np.dtype(object if dtype is None else dtype)
-    except TypeError:
+        found = np.dtype(object if dtype is None or _option_checks.has_shape(dtype) else dtype)
+    except (TypeError, ValueError):
         found = np.dtype(object)
-    if not _option_checks.is_floating(found):
-        raise TypeError(f"dequantize: dtype must be a float; got {dtype!r}.")
+    if not _option_checks.is_floating(found) or found.itemsize > 8:
+        raise TypeError(f"dequantize: dtype must be a float; got {_option_checks.describe(dtype)}.")
     return found
 
 
 def _check_granularity(function: str, granularity: Any) -> None:
-    if granularity not in get_args(Granularity):
-        listed = " or ".join(f'"{g}"' for g in get_args(Granularity))
-        raise ValueError(f"{function}: granularity must be {listed}; got {granularity!r}.")
+    _option_checks.check_choice(function, "granularity", granularity, get_args(Granularity))
 
 
 def _check_quantize(x: Any, granularity: Any, dtype: Any, num_heads_kv: Any) -> str:
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+    if not _option_checks.has_shape(x):
         raise TypeError(f"quantize: x must be an array; got {type(x).__name__}.")
     wide = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
     if _option_checks.dtype_of("quantize", "x", x) not in wide:
@@ -319,22 +327,25 @@ def _check_quantize(x: Any, granularity: Any, dtype: Any, num_heads_kv: Any) -> 
         if granularity != "head":
             raise ValueError(
                 'quantize: num_heads_kv must be None unless granularity is "head"; got'
-                f" {num_heads_kv!r}."
+                f" {_option_checks.describe(num_heads_kv)}."
             )
         is_int = isinstance(num_heads_kv, (int, np.integer)) and not isinstance(num_heads_kv, bool)
         if not is_int or num_heads_kv < 1 or x.shape[-2] % num_heads_kv:
             raise ValueError(
                 f"quantize: num_heads_kv must divide num_heads = {x.shape[-2]}; got"
-                f" {num_heads_kv!r}."
+                f" {_option_checks.describe(num_heads_kv)}."
             )
     for format_name, format_dtype in FORMAT_DTYPES.items():
         if isinstance(dtype, str) and dtype == format_name:
             return format_name
+        if _option_checks.has_shape(dtype):  # an array has a dtype and is none
+            continue
         try:
             if np.dtype(dtype) == format_dtype:
                 return format_name
-        except TypeError:
+        except (TypeError, ValueError):
             continue
     raise ValueError(
-        f'quantize: dtype must be "e4m3" or "e5m2" (or that float8 dtype); got {dtype!r}.'
+        f'quantize: dtype must be "e4m3" or "e5m2" (or that float8 dtype); got'
+        f" {_option_checks.describe(dtype)}."
     )

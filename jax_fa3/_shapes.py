@@ -193,7 +193,7 @@ def check_attention(
 
 def _check_shapes(name: str, query: Any, key: Any, value: Any) -> Dims:
     for operand, array in {"query": query, "key": key, "value": value}.items():
-        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        if not options.has_shape(array):
             raise TypeError(f"{name}: {operand} must be an array; got {type(array).__name__}.")
         options.dtype_of(name, operand, array)
         _check_known_sizes(name, operand, array)

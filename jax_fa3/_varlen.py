@@ -137,9 +137,12 @@ def attention_varlen(
 
 def _check_max(argument: str, value: Any) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{_NAME}: {argument} must be an int known at trace time; got {value!r}.")
-    if value < 0:
-        raise ValueError(f"{_NAME}: {argument} must be at least 0; got {value}.")
+        raise TypeError(
+            f"{_NAME}: {argument} must be an int known at trace time; got "
+            f"{_option_checks.describe(value)}."
+        )
+    if not 0 <= int(value) < 2**31:
+        raise ValueError(f"{_NAME}: {argument} must be at least 0 and below 2^31; got {value}.")
     return int(value)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _attention
+from jax_fa3 import _attention, _shapes
 from jax_fa3 import _option_checks as checks
 
 try:
@@ -34,6 +34,7 @@ class FlaxOptions(_attention.CommonOptions, total=False):
     precision: Literal["fp8", "native"] | None
 
 
+_WIDE_DTYPES = (*_shapes.SIXTEEN_BIT_DTYPES, _shapes.FLOAT32)
 _ARRAYS = (
     "softmax_scale",
     "sinks",
@@ -96,6 +97,7 @@ def linen_attention_fn(**options: Unpack[FlaxOptions]) -> Callable[..., jax.Arra
         _refuse_unknown(name, unknown)
         _refuse_dropout(name, dropout_rate, deterministic)
         _refuse_module(name, module)
+        _check_arrays(name, dtype, query=query, key=key, value=value, bias=bias, mask=mask)
         for argument, given in {
             "einsum_dot_general": einsum_dot_general,
             "qk_attn_weights_einsum": qk_attn_weights_einsum,
@@ -104,7 +106,8 @@ def linen_attention_fn(**options: Unpack[FlaxOptions]) -> Callable[..., jax.Arra
             if given is not None:
                 raise NotImplementedError(
                     f"{name}: {argument} must be None (the products are part of the kernel); got "
-                    f"{given!r}. precision and quantization of {name} choose how they are computed."
+                    f"{checks.describe(given)}. precision and quantization of {name} choose how "
+                    "they are computed."
                 )
         query, key, value = _promote_dtype(query, key, value, dtype=dtype)
         return _attend(_Request(name, query, key, value, bias, mask), checked)
@@ -150,9 +153,15 @@ def nnx_attention_fn(**options: Unpack[FlaxOptions]) -> Callable[..., jax.Array]
         _refuse_unknown(name, unknown)
         _refuse_dropout(name, dropout_rate, deterministic)
         _refuse_module(name, module)
+        _check_arrays(name, dtype, query=query, key=key, value=value, bias=bias, mask=mask)
         own = dict(checked)
         if checks.check_flag(name, "is_causal", is_causal):
             own["is_causal"] = True
+        if not (promote_dtype is None or callable(promote_dtype)):
+            raise TypeError(
+                f"{name}: promote_dtype must be a function or None; got"
+                f" {checks.describe(promote_dtype)}."
+            )
         if promote_dtype is None:
             query, key, value = _promote_dtype(query, key, value, dtype=dtype)
         else:
@@ -252,6 +261,28 @@ def _check_options(name: str, options: Any) -> dict[str, Any]:
     checks.check_flag(name, "is_causal", checked["is_causal"])
     checks.check_choice(name, "precision", checked["precision"], (None, "fp8", "native"))
     return checked
+
+
+def _check_arrays(name: str, dtype: Any, **arrays: Any) -> None:
+    """Before the arrays are promoted to dtype; shapes and dtypes are checked in `attention`."""
+    for argument, x in arrays.items():
+        if x is None and argument in ("bias", "mask"):
+            continue
+        checks.check_convertible(name, argument, x)
+        if checks.has_shape(x) and np.dtype(x.dtype) in _shapes.FLOAT8_DTYPES:
+            raise TypeError(
+                f"{name}: {argument} must not be float8 (there is no argument for its descale);"
+                f" got {x.dtype}."
+            )
+    try:
+        is_wide = not checks.has_shape(dtype) and np.dtype(dtype) in _WIDE_DTYPES
+    except (TypeError, ValueError):
+        is_wide = False
+    if not (dtype is None or is_wide):
+        raise TypeError(
+            f"{name}: dtype must be bfloat16, float16, float32 or None; got"
+            f" {checks.describe(dtype)}."
+        )
 
 
 def _refuse_unknown(name: str, unknown: dict[str, Any]) -> None:

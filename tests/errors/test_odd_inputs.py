@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -34,7 +35,8 @@ def varlen(**options: Any) -> Any:
     main = {"query": Q[0], "key": K[0], "value": V[0]}
     main |= {"cu_seqlens_q": np.array([0, 2, 5]), "cu_seqlens_k": np.array([0, 3, 7])}
     main |= {name: options.pop(name) for name in [*main] if name in options}
-    return jax_fa3.attention_varlen(*main.values(), max_seqlen_q=3, max_seqlen_k=4, **options)
+    lengths = {"max_seqlen_q": 3, "max_seqlen_k": 4}
+    return jax_fa3.attention_varlen(*main.values(), **{**lengths, **options})
 
 
 def merge(outs: Any, logsumexps: Any) -> Any:
@@ -101,12 +103,17 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] =
     # quantize, dequantize, merge_attention
     (jax_fa3.quantize, {"x": Q, "num_heads_kv": True}, ValueError,
      "num_heads_kv must divide num_heads = 6; got True."),
+    *((varlen, {"max_seqlen_q": size}, ValueError,
+       f"max_seqlen_q must be at least 0 and below 2^31; got {size}.")
+      for size in (-1, 2**70, np.uint64(2**63))),
     (jax_fa3.quantize, {"x": Q[:, :, :0]}, ValueError,
      "x must have a num_heads of at least 1; got [2, 5, 0, 64]."),
     (jax_fa3.dequantize, {"quantized": TENSOR, "dtype": "int3"}, TypeError,
      "dtype must be a float; got 'int3'."),
     (jax_fa3.dequantize, {"quantized": TENSOR, "dtype": None}, TypeError,
      "dtype must be a float; got None."),
+    (jax_fa3.dequantize, {"quantized": TENSOR, "dtype": np.longdouble}, TypeError,
+     "dtype must be a float; got <class 'numpy.longdouble'>."),
     (jax_fa3.dequantize, {"quantized": TENSOR, "dtype": int}, TypeError,
      "dtype must be a float; got <class 'int'>."),
     *((jax_fa3.dequantize, {"quantized": jax_fa3.QuantizedTensor(TENSOR.values, descale, kind)},
@@ -126,7 +133,59 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] =
      "outs must be a sequence of arrays; got NoneType."),
     (merge, {"outs": [Q], "logsumexps": {"a": LSE}}, TypeError,
      "logsumexps must be a sequence of arrays; got dict."),
+    (merge, {"outs": jnp.float32(1), "logsumexps": [LSE]}, TypeError,
+     "outs must be a sequence of arrays; got ArrayImpl."),
+    *((jax_fa3.dequantize, {"quantized": jax_fa3.QuantizedTensor(values, TENSOR.descale, "head")},
+       TypeError, f"values must be float8_e4m3fn or float8_e5m2; got {values.dtype}.")
+      for values in (Q, Q.astype(jnp.int8))),
+    (jax_fa3.dequantize, {"quantized": jax_fa3.QuantizedTensor(
+        TENSOR.values, jnp.ones((2, 0)), "head")}, ValueError, 'descale must have the shape that'
+     ' granularity "head" asks for with values [2, 5, 6, 64]; got [2, 0].'),
+    # what has a shape and a dtype and is no array of numbers
+    *((function, {name: jax.ShapeDtypeStruct(Q.shape, Q.dtype)}, TypeError,
+       f"{name} must be an array; got ShapeDtypeStruct.")
+      for function, name in ((attention, "query"), (drop_in, "query"), (jax_fa3.quantize, "x"))),
+    (attention, {"bias": jax.ShapeDtypeStruct((), jnp.float32)}, TypeError,
+     "bias must be an array; got ShapeDtypeStruct."),
+    (drop_in, {"scale": jax.ShapeDtypeStruct((), jnp.float32)}, TypeError,
+     "scale must be an array; got ShapeDtypeStruct."),
+    (drop_in, {"bias": np.ma.ones((5, 7), np.float32)}, TypeError,
+     "bias must be an array; got MaskedArray."),
+    *((function, {name: np.zeros((2, 5, 6, 64), kind)}, TypeError,
+       f"{name} must be an array of numbers; got {np.dtype(kind)}.")
+      for function, name in ((drop_in, "query"), (drop_in, "mask"), (varlen, "key"))
+      for kind in (object, "U1", "M8[D]", "V2", ">f4", np.longdouble)),
+    (attention, {"softmax_scale": np.float32}, TypeError,
+     "softmax_scale must be a real number; got <class 'numpy.float32'>."),
+    # one line, whatever was received
+    (attention, {"window_size": np.ones((2, 3))}, TypeError, "window_size must be None or a pair"
+     " (left, right) of non-negative ints or None; got float64[2, 3]."),
+    (drop_in, {"implementation": np.ones((2, 3))}, ValueError, 'implementation must be None, "xla"'
+     ' or "cuda"; got float64[2, 3]. "cuda" is the kernel of this package;'
+     " jax.nn.dot_product_attention reaches cuDNN."),
+    (jax_fa3.quantize, {"x": Q, "granularity": np.ones((2, 3))}, ValueError,
+     'granularity must be "tensor" or "head" or "row" or "channel"; got float64[2, 3].'),
+    (jax_fa3.quantize, {"x": Q, "dtype": jax_fa3.Quantization}, ValueError,
+     'dtype must be "e4m3" or "e5m2" (or that float8 dtype); got'
+     " <class 'jax_fa3._quantize.Quantization'>."),
+    *((jax_fa3.dequantize, {"quantized": TENSOR, "dtype": array}, TypeError,
+       f"dtype must be a float; got {array.dtype}[2, 5, 6, 64].") for array in (Q, KEYS)),
+    (attention, {"is_causal": [0.0] * 100}, TypeError, "is_causal must be a bool known at trace"
+     f" time; got {str([0.0] * 100)[:197]}...."),
+    (jax_fa3.zigzag_shard, {"x": jnp.ones((2, 8)), "num_shards": np.uint8(128)}, ValueError,
+     "x must have a multiple of 256 (2 num_shards) along axis 1; got [2, 8]."),
 ]  # fmt: skip
+
+
+def test_numbers_that_no_array_holds() -> None:
+    """Python's ints have no limit, float16 has a small one; fractions are numbers too."""
+    expected = attention(softmax_scale=np.float32(0.25), precision="native")
+    for scale in (Fraction(1, 4), np.float16(0.25), np.longdouble(0.25)):
+        assert_close(attention(softmax_scale=scale, precision="native"), expected)
+    peaked = attention(softmax_scale=2**70, precision="native")
+    assert_close(attention(softmax_scale=np.float32(2.0**70), precision="native"), peaked)
+    biased = attention(bias=np.float32(0.25), precision="native")
+    assert_close(attention(bias=Fraction(1, 4), precision="native"), biased)
 
 
 def _identity(entry: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from rules.support import assert_close
 from tolerances import FP8_AGAINST_EXACT, check_close
@@ -181,6 +182,31 @@ def test_messages_name_the_adapter(api: str) -> None:
     for mask in (jnp.ones((BATCH, 1, SEQLEN_K, SEQLEN_Q)), jnp.ones((1, 1, 1, 1, 1, 1))):
         with pytest.raises(ValueError, match=rf"^{NAMES[api]}: mask must be broadcastable"):
             direct(api, mask=mask)
+
+
+@BOTH
+def test_what_cannot_be_promoted(api: str) -> None:
+    """Refused before Flax promotes, whose words name no argument."""
+    query, key, value = QKV
+    for argument, index in (("query", 0), ("key", 1), ("value", 2)):
+        for odd, words in (
+            (None, "must be an array; got NoneType."),
+            (np.full(query.shape, None), "must be an array of numbers; got object."),
+            (query.astype(jnp.float8_e4m3fn), "must not be float8 .*; got float8_e4m3fn."),
+        ):
+            arrays = [odd if i == index else x for i, x in enumerate((query, key, value))]
+            with pytest.raises(TypeError, match=rf"^{NAMES[api]}: {argument} {words}$"):
+                direct(api, *arrays)
+    with pytest.raises(TypeError, match=rf"^{NAMES[api]}: mask must be an array; got object\.$"):
+        direct(api, mask=object())
+    for dtype in (1, "x", "int32", jnp.float8_e4m3fn, query):
+        with pytest.raises(
+            TypeError, match=rf"^{NAMES[api]}: dtype must be bfloat16, .*; got .*\.$"
+        ):
+            direct(api, dtype=dtype)
+    if api == "nnx":
+        with pytest.raises(TypeError, match="promote_dtype must be a function or None; got 3"):
+            direct(api, promote_dtype=3)
 
 
 def test_import_without_flax(tmp_path: Path) -> None:
