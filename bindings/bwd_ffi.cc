@@ -12,9 +12,10 @@ using AnyResult = ffi::Result<ffi::AnyBuffer>;
 
 ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                ffi::AnyBuffer out, F32 logsumexp, ffi::AnyBuffer dout, F32 dlogsumexp,
-               F32 softmax_scale, AnyResult dq, AnyResult dk, AnyResult dv, F32Result scale_grads,
-               F32Result row_lse, F32Result row_delta, F32Result dq_acc, bool is_causal,
-               bool bottom_right, bool wants_scale_grads, bool deterministic) {
+               F32 softmax_scale, F32 input_scale, F32 key_mean, AnyResult dq, AnyResult dk,
+               AnyResult dv, F32Result scale_grads, F32Result row_lse, F32Result row_delta,
+               F32Result dq_acc, bool is_causal, bool bottom_right, bool wants_scale_grads,
+               bool deterministic, bool rotated) {
   Checker check("jax_fa3_bwd");
   const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
@@ -28,6 +29,11 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   check.shape("logsumexp", logsumexp, {batch, num_heads_q, seqlen_q});
   check.shape("dlogsumexp", dlogsumexp, {batch, num_heads_q, seqlen_q});
   check.shape("softmax_scale", softmax_scale, {});
+  check.shape("input_scale", input_scale, {});
+  check.shape("key_mean", key_mean, {rotated ? batch : 0, num_heads_kv, head_dim});
+  check.require(!rotated || !(deterministic || head_dim == 256), [] {
+    return std::string("rotated must be false where dq has a fixed order; got true.");
+  });
   check.shape("dq", *dq, {batch, seqlen_q, num_heads_q, head_dim});
   check.shape("dk", *dk, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("dv", *dv, {batch, seqlen_k, num_heads_kv, head_dim});
@@ -61,6 +67,8 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   params.logsumexp = logsumexp.typed_data();
   params.dlogsumexp = dlogsumexp.typed_data();
   params.softmax_scale = softmax_scale.typed_data();
+  params.input_scale = rotated ? input_scale.typed_data() : nullptr;
+  params.key_mean = rotated ? key_mean.typed_data() : nullptr;
   params.dq = dq->untyped_data();
   params.dk = dk->untyped_data();
   params.dv = dv->untyped_data();
@@ -83,6 +91,8 @@ XLA_FFI_DEFINE_HANDLER(
         .Arg<ffi::AnyBuffer>()  // dout           like q
         .Arg<F32>()             // dlogsumexp     like logsumexp
         .Arg<F32>()             // softmax_scale  []
+        .Arg<F32>()             // input_scale    [], read if rotated
+        .Arg<F32>()             // key_mean       [batch if rotated else 0, num_heads_kv, head_dim]
         .Ret<ffi::AnyBuffer>()  // dq             like q
         .Ret<ffi::AnyBuffer>()  // dk             like k
         .Ret<ffi::AnyBuffer>()  // dv             like k
@@ -94,7 +104,8 @@ XLA_FFI_DEFINE_HANDLER(
         .Attr<bool>("is_causal")
         .Attr<bool>("bottom_right")
         .Attr<bool>("wants_scale_grads")
-        .Attr<bool>("deterministic"),
+        .Attr<bool>("deterministic")
+        .Attr<bool>("rotated"),
     {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

@@ -8,7 +8,8 @@ Targets of one forward pass:
   precision="fp8"     jax_fa3_quantize (images and their factors), then jax_fa3_fwd_fp8
   precision="native"  jax_fa3_fwd
 and of one backward pass:
-  precision="fp8"     jax_fa3_quantize again, jax_fa3_dequantize, jax_fa3_bwd, jax_fa3_unrotate
+  precision="fp8"     jax_fa3_quantize again, jax_fa3_dequantize, jax_fa3_bwd, and jax_fa3_unrotate
+                      where jax_fa3_bwd does not take the rotation back itself
   precision="native"  jax_fa3_bwd
 """
 
@@ -69,6 +70,13 @@ class Images(NamedTuple):
     v_image: jax.Array  # float8 [batch, num_heads_kv, granules, head_dim, 128]
     v_descale: jax.Array  # f32 [batch, num_heads_kv, head_dim]
     v_mean: jax.Array  # f32 [batch, num_heads_kv, head_dim]
+
+
+class Rotation(NamedTuple):
+    """Query and key of a backward call are the rotated ones of `dequantize_operands`."""
+
+    softmax_scale: jax.Array  # f32 [], of the call that was quantised
+    key_mean: jax.Array  # f32 [batch, num_heads_kv, head_dim], taken from the keys
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -291,6 +299,7 @@ def bwd(
     bottom_right: bool,
     wants_scale: bool,
     deterministic: bool,
+    rotation: Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients of 16-bit attention.
 
@@ -300,6 +309,8 @@ def bwd(
       softmax_scale: f32 [].
       wants_scale: whether the gradient of softmax_scale is wanted.
       deterministic: add up dquery in a fixed order.
+      rotation: what the quantiser did to query and key, to be taken back from dquery and dkey;
+        where `bwd_takes_back_rotation`.
     Returns: dquery, dkey, dvalue, and f32 [batch] parts of the gradient of softmax_scale (zeros
       where it is not wanted).
     """
@@ -308,6 +319,8 @@ def bwd(
     # In a fixed order, as always at head_dim 256, dquery is added up in registers, else in memory.
     sum_rows = 0 if deterministic or head_dim == 256 else rows
     row_words = 1 if head_dim == 256 else 4  # for a row's number
+    no_mean = jnp.zeros((0, *key.shape[2:]), jnp.float32)
+    rotation_or_none = rotation or Rotation(softmax_scale, no_mean)
     dquery, dkey, dvalue, scale_grads, *_ = _call(
         TARGET_BWD,
         [
@@ -319,13 +332,19 @@ def bwd(
             ((batch, num_heads_q, rows, row_words), jnp.float32),
             ((batch, num_heads_q, sum_rows, head_dim), jnp.float32),
         ],
-        (query, key, value, out, logsumexp, dout, dlogsumexp, softmax_scale),
+        (query, key, value, out, logsumexp, dout, dlogsumexp, softmax_scale, *rotation_or_none),
         is_causal=bool(is_causal),
         bottom_right=bool(bottom_right),
         wants_scale_grads=bool(wants_scale),
         deterministic=bool(deterministic),
+        rotated=rotation is not None,
     )
     return dquery, dkey, dvalue, jnp.sum(scale_grads, axis=(1, 2))
+
+
+def bwd_takes_back_rotation(head_dim: int, dtype: Any, *, deterministic: bool) -> bool:
+    """Whether `bwd` does what `unrotate` does, for inputs of this dtype."""
+    return head_dim < 256 and not deterministic and dtype == jnp.bfloat16
 
 
 def unrotate(

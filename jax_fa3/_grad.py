@@ -207,6 +207,15 @@ def _fp8(
     seqlen_q = query.shape[1]
     images = _local.quantize(operands, config)
     quantised = _ffi.dequantize_operands(images, seqlen_q=seqlen_q, seqlen_k=key.shape[1])
+    rotated = _shapes.uses_hadamard(config, query, key)
+    mean = _fp8_model.key_mean(key) if config.quantization.smooth_key else None
+    rotation = None
+    if rotated and call.constant_scale:
+        no_mean = jnp.zeros((key.shape[0], *key.shape[2:]), jnp.float32)
+        rotation = _ffi.Rotation(operands.softmax_scale, no_mean if mean is None else mean)
+    at_once = _ffi.bwd_takes_back_rotation(
+        query.shape[-1], query.dtype, deterministic=config.deterministic
+    )
     dquery, dkey, dvalue = by_quantised(
         *quantised,
         images.q_shift[:, :, :seqlen_q],
@@ -214,17 +223,13 @@ def _fp8(
         is_causal=config.is_causal,
         bottom_right=config.causal_alignment == "bottom_right",
         deterministic=config.deterministic,
+        rotation=rotation if at_once else None,
     )
-    mean = _fp8_model.key_mean(key) if config.quantization.smooth_key else None
     row_sums = jnp.where(jnp.isfinite(results.logsumexp), results.dlogsumexp, 0.0)
     dvalue = dvalue.astype(value.dtype)
-    rotated = _shapes.uses_hadamard(config, query, key)
-    if rotated and call.constant_scale:
-        if mean is None:
-            mean = jnp.zeros((key.shape[0], *key.shape[2:]), jnp.float32)
-        dquery, dkey = _ffi.unrotate(
-            dquery, dkey, operands.softmax_scale, mean, row_sums, dtype=query.dtype
-        )
+    if rotation is not None:
+        if not at_once:
+            dquery, dkey = _ffi.unrotate(dquery, dkey, *rotation, row_sums, dtype=query.dtype)
         return dquery, dkey, dvalue, jnp.zeros(query.shape[0], jnp.float32)
     grads = _fp8_grad.of_inputs(
         dquery,
@@ -253,9 +258,10 @@ def by_quantised(
     is_causal: bool,
     bottom_right: bool,
     deterministic: bool,
+    rotation: _ffi.Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of what `_ffi.dequantize_operands` returned; shift f32 [batch, num_heads_q,
-    seqlen_q] is each row's q_shift."""
+    seqlen_q] is each row's q_shift. With `rotation` those of the arrays before the rotation."""
     # logits = ln 2 * quantised query @ quantised key^T + ln 2 * shift, in natural units.
     finite = jnp.isfinite(results.logsumexp)
     logsumexp = jnp.where(finite, results.logsumexp - shift * _LN_2, results.logsumexp)
@@ -269,5 +275,6 @@ def by_quantised(
         bottom_right=bottom_right,
         wants_scale=False,
         deterministic=deterministic,
+        rotation=rotation,
     )
     return dquery, dkey, dvalue

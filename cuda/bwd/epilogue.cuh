@@ -3,6 +3,7 @@
 
 #include "../ptx/convert.cuh"
 #include "../ptx/shared.cuh"
+#include "../quantize/rotation.h"
 #include "load.cuh"
 
 namespace jax_fa3 {
@@ -25,6 +26,44 @@ struct HeadRows {
                static_cast<int64_t>(head) * kHeadDim * 2),
         count(seqlen - first_row) {}
 };
+
+// Rows of a rotated array's gradient to those of the array's: the Hadamard matrix, then the signs, in f32.
+// acc as store_warp_rows has it.
+template <int kColumns>
+__device__ __forceinline__ void rotate_back(float (&acc)[kColumns / 2]) {
+  const uint32_t t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i += 2) {
+    const float a = acc[i], b = acc[i + 1];
+    acc[i] = a + b;
+    acc[i + 1] = a - b;
+  }
+#pragma unroll
+  for (int lanes = 1; lanes <= 2; lanes *= 2) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, acc[i], lanes);
+      acc[i] = t & lanes ? other - acc[i] : acc[i] + other;
+    }
+  }
+#pragma unroll
+  for (int stride = 4; stride < kColumns / 2; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      if (i & stride) continue;
+      const float a = acc[i], b = acc[i + stride];
+      acc[i] = a + b;
+      acc[i + stride] = a - b;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const uint32_t signs = static_cast<uint32_t>(sign_word(j / 8) >> j % 8 * 8 & 0xFF) >> 2 * t;
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; ++i)
+      acc[i] = __uint_as_float(__float_as_uint(acc[i]) ^ (signs >> i % 2) << 31);
+  }
+}
 
 // acc[4j + {0, 1}]: columns 8j + 2t, +1 of row g; acc[4j + {2, 3}]: of row g + 8. Row r goes to
 // `rows` + r * row_stride bytes if r < num_rows. `staging` has 16 * kColumns * 2 bytes.
@@ -58,7 +97,7 @@ __device__ __forceinline__ void store_warp_rows(const float (&acc)[kColumns / 2]
 template <class Config>
 __device__ __forceinline__ void store_key_grads(
     const BwdParams& p, const BwdWalk<Config>& walk, int warpgroup,
-    const float (&acc_dk)[BwdTraits<Config>::kHeadDim / 2],
+    float (&acc_dk)[BwdTraits<Config>::kHeadDim / 2],
     const float (&acc_dv)[BwdTraits<Config>::kHeadDim / 2], uint32_t staging) {
   using Traits = BwdTraits<Config>;
   const int warp_key = walk.first_key + warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
@@ -66,6 +105,7 @@ __device__ __forceinline__ void store_key_grads(
                                         warp_key);
   store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(
       acc_dv, 1.0f, staging, static_cast<char*>(p.dv) + rows.offset, rows.stride, rows.count);
+  if (p.input_scale != nullptr) rotate_back<Traits::kHeadDim>(acc_dk);
   store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(acc_dk, __ldg(p.softmax_scale), staging,
                                                      static_cast<char*>(p.dk) + rows.offset,
                                                      rows.stride, rows.count);

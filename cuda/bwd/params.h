@@ -42,6 +42,11 @@ struct BwdParams {
   const float* logsumexp;      // [batch, num_heads_q, seqlen_q], natural log
   const float* dlogsumexp;     // like logsumexp
   const float* softmax_scale;  // one float on the device
+  // Where q and k are rotated rows (quantize/dequantize.h) and dq and dk shall be those of the inputs:
+  // the caller's softmax factor, and what was taken from the keys, [batch, num_heads_kv, head_dim]. Else
+  // null. Not where dQ has a fixed order.
+  const float* input_scale;
+  const float* key_mean;
 
   void* dq;  // like q
   void* dk;  // like k

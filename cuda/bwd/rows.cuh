@@ -6,12 +6,14 @@
 //                      up. P is 0 for rows that see no key and for padding. Clears dq_acc.
 //                      A block has 4 warps; head_dim / 8 lanes share a row, 16 bytes each.
 // bwd_queries_kernel   dq = softmax_scale * dq_acc in 16 bits, and where asked for sum(q * dq_acc)
-//                      for the gradient of softmax_scale. A block makes the 64 rows of one head, a warp 16 of them.
+//                      for the gradient of softmax_scale. Takes back a rotation of q (input_scale). A block makes
+//                      the 64 rows of one head, a warp 16 of them.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "../common/finite.h"
 #include "../ptx/mbarrier.cuh"
 #include "epilogue.cuh"
 
@@ -90,50 +92,72 @@ __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ B
 template <class Config>
 __global__ void __launch_bounds__(128) bwd_queries_kernel(const __grid_constant__ BwdParams p) {
   using Traits = BwdTraits<Config>;
-  __shared__ __align__(16) uint8_t shared[4 * 16 * 128];
+  __shared__ __align__(16) uint8_t shared[4 * 16 * Traits::kHeadDim * 2];
   __shared__ float parts[4];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int row_blocks = p.rows() / kPieceRows;
   const int64_t head = blockIdx.x / row_blocks;
   const int first_row = static_cast<int>(blockIdx.x % row_blocks) * kPieceRows + warp * 16;
   const int64_t batch = head / p.num_heads_q;
-  const int64_t row_stride = static_cast<int64_t>(p.num_heads_q) * Traits::kHeadDim * 2;
-  const int64_t offset =
-      (batch * p.seqlen_q + first_row) * row_stride + head % p.num_heads_q * Traits::kHeadDim * 2;
-  const float scale = __ldg(p.softmax_scale);
-  float scale_grad = 0.0f;
+  const int q_head = static_cast<int>(head % p.num_heads_q);
+  const HeadRows<Traits::kHeadDim> rows(static_cast<int>(batch), p.seqlen_q, p.num_heads_q, q_head,
+                                        first_row);
+  float acc[Traits::kHeadDim / 2];
 #pragma unroll
   for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
     const float4* piece = reinterpret_cast<const float4*>(
         p.dq_acc + (static_cast<int64_t>(blockIdx.x) * Traits::kChunks + chunk) * kPieceFloats +
         warp * kPieceWarpFloats);
-    float acc[32];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float4 four = __ldg(piece + i * 32 + lane);
-      acc[4 * i] = four.x;
-      acc[4 * i + 1] = four.y;
-      acc[4 * i + 2] = four.z;
-      acc[4 * i + 3] = four.w;
+      float* to = acc + 32 * chunk + 4 * i;
+      to[0] = four.x;
+      to[1] = four.y;
+      to[2] = four.z;
+      to[3] = four.w;
     }
+  }
+  float scale_grad = 0.0f;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (p.wants_scale_grads && first_row + g + 8 * r < p.seqlen_q) {
-        const char* q =
-            static_cast<const char*>(p.q) + offset + (g + 8 * r) * row_stride + chunk * 128 + t * 4;
+  for (int r = 0; r < 2; ++r) {
+    if (p.wants_scale_grads && g + 8 * r < rows.count) {
+      const char* q =
+          static_cast<const char*>(p.q) + rows.offset + (g + 8 * r) * rows.stride + t * 4;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float2 pair = ptx::unpack_16bit<Traits::kIsBf16>(
-              __ldg(reinterpret_cast<const uint32_t*>(q + i * 16)));
-          scale_grad =
-              fmaf(pair.x, acc[4 * i + 2 * r], fmaf(pair.y, acc[4 * i + 2 * r + 1], scale_grad));
-        }
+      for (int j = 0; j < Traits::kHeadDim / 8; ++j) {
+        const float2 pair = ptx::unpack_16bit<Traits::kIsBf16>(
+            __ldg(reinterpret_cast<const uint32_t*>(q + j * 16)));
+        scale_grad =
+            fmaf(pair.x, acc[4 * j + 2 * r], fmaf(pair.y, acc[4 * j + 2 * r + 1], scale_grad));
       }
     }
-    store_warp_rows<Traits::kIsBf16, 64>(acc, scale, ptx::smem_address(shared + warp * 16 * 128),
-                                         static_cast<char*>(p.dq) + offset + chunk * 128,
-                                         row_stride, p.seqlen_q - first_row);
   }
+  float scale = __ldg(p.softmax_scale);
+  if (p.input_scale != nullptr) {
+    rotate_back<Traits::kHeadDim>(acc);
+    const float input_scale = __ldg(p.input_scale);
+    scale *= input_scale * 1.4426950408889634f / Traits::kHeadDim;
+    // Each logit holds query . key_mean as well.
+    float weights[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t statistic = head * p.seqlen_q + first_row + g + 8 * r;
+      const bool counts = g + 8 * r < rows.count && is_finite(__ldg(p.logsumexp + statistic));
+      weights[r] = counts ? input_scale * __ldg(p.dlogsumexp + statistic) : 0.0f;
+    }
+    if (__any_sync(0xFFFFFFFFu, weights[0] != 0.0f || weights[1] != 0.0f)) {
+      const int64_t kv_head = batch * p.num_heads_kv + q_head / (p.num_heads_q / p.num_heads_kv);
+      const float* mean = p.key_mean + kv_head * Traits::kHeadDim + 2 * t;
+#pragma unroll
+      for (int i = 0; i < Traits::kHeadDim / 2; ++i)
+        acc[i] = fmaf(acc[i], scale, weights[i / 2 % 2] * __ldg(mean + i / 4 * 8 + i % 2));
+      scale = 1.0f;
+    }
+  }
+  store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(
+      acc, scale, ptx::smem_address(shared + warp * 16 * Traits::kHeadDim * 2),
+      static_cast<char*>(p.dq) + rows.offset, rows.stride, rows.count);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2)
     scale_grad += __shfl_xor_sync(0xFFFFFFFFu, scale_grad, distance);

@@ -248,7 +248,7 @@ class TestExport:
 def test_gradient_holds_the_forward_kernel_once_and_saves_by_name() -> None:
     args = inputs()
     text = cuda_text(jax.value_and_grad(loss_of(attend()), (0, 1, 2)), *args)
-    backward = ["jax_fa3_quantize", "jax_fa3_dequantize", "jax_fa3_bwd", "jax_fa3_unrotate"]
+    backward = ["jax_fa3_quantize", "jax_fa3_dequantize", "jax_fa3_bwd"]
     assert calls(text) == [*FP8_CALLS, *backward]
     jaxpr = str(jax.make_jaxpr(jax.grad(loss_of(attend())))(*args))
     assert "name=jax_fa3_out" in jaxpr
@@ -270,5 +270,17 @@ def test_where_the_gradient_runs_and_what_explain_says(
     assert ("% longer" in explained) == (deterministic and head_dim != 256)
     assert attributes(text, "jax_fa3_bwd")["deterministic"] == str(deterministic).lower()
     _, results = types(text, "jax_fa3_bwd")
-    sum_rows = 0 if deterministic or head_dim == 256 else 128
+    in_order = deterministic or head_dim == 256
+    sum_rows = 0 if in_order else 128
     assert results[-1] == f"2x3x{sum_rows}x{head_dim}xf32"
+    # Where no launch follows the sum in memory, the rotation is taken back by a call of its own.
+    is_rotated = precision == "fp8"
+    assert attributes(text, "jax_fa3_bwd")["rotated"] == str(is_rotated and not in_order).lower()
+    assert ("jax_fa3_unrotate" in calls(text)) == (is_rotated and in_order)
+
+
+def test_gradients_of_float16_inputs_are_taken_back_by_a_call_of_their_own() -> None:
+    args = [jax.ShapeDtypeStruct((2, n, 3, 128), jnp.float16) for n in (70, 90, 90)]
+    text = cuda_text(jax.grad(loss_of(attend()), (0, 1, 2)), *args)
+    assert attributes(text, "jax_fa3_bwd")["rotated"] == "false"
+    assert "jax_fa3_unrotate" in calls(text)
