@@ -23,6 +23,8 @@
 //            of dS^T. Id 0 is __syncthreads.
 // Pairs      Without a mask and where kCanPair, two CTAs with neighbouring keys form a cluster. Each brings
 //            one of the two chunks of every tile of Q and dO to both (multicast): half the reads of L2.
+// End        Without a mask and where kCanCount, a CTA that has added all its dQ counts itself for its kv
+//            head; bwd_queries_kernel, which may start beside the last CTAs, waits for a head's count.
 // Order      one step, query block i; scores are transposed, keys down and queries across. S starts as
 //            ones * row_lse and dP as ones * row_delta, products that add the three bfloat16 of a row.
 //   kApart   issue S = Q K^T;  issue dP = V dO^T, V in registers;  issue dV += P dO and dK += dS^T Q of
@@ -57,7 +59,10 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
                          make_int4(one ? 0x3f803f80 : 0, one ? 0x00003f80 : 0, 0, 0));
     ptx::fence_async_proxy();
   }
-  if (threadIdx.x == 0) bwd_init_barriers(smem);
+  if (threadIdx.x == 0) {
+    bwd_init_barriers(smem);
+    if (Traits::kCanCount) ptx::let_next_launch_start();
+  }
   if (Traits::kCanPair && p.is_paired) {
     ptx::cluster_sync();
   } else {
@@ -82,6 +87,7 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
     bwd_math_apart_loop<Config>(p, smem, math_warpgroup);
   else
     bwd_math_loop<Config>(p, smem, math_warpgroup);
+  if constexpr (Traits::kCanCount) count_query_grads<Config>(p);
 }
 
 }  // namespace jax_fa3

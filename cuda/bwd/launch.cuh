@@ -79,14 +79,18 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   params.order = bwd_order(params, params.seqlen_k, Traits::kBlockKv, params.num_heads_kv, 1,
                            group * params.seqlen_q * row_bytes, false);
   const int64_t rows = static_cast<int64_t>(params.batch) * params.num_heads_q * params.rows();
-  const int64_t k_tiles =
-      static_cast<int64_t>(params.order.num_q_blocks) * params.num_heads_kv * params.batch;
+  const int key_blocks = params.order.num_q_blocks;
+  const int64_t k_tiles = static_cast<int64_t>(key_blocks) * params.num_heads_kv * params.batch;
   constexpr int kRowsPerBlock = 128 * 8 / Traits::kHeadDim;
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
   bwd_rows_kernel<Config><<<rows / kRowsPerBlock, 128, 0, stream>>>(params);
   // Neighbouring tiles are neighbouring key blocks of a head, and without a mask the same queries see
   // both.
-  params.is_paired = Traits::kCanPair && !params.is_causal && params.order.num_q_blocks % 2 == 0;
+  // Under a causal mask the last CTAs are short, and what they take to count costs more than it brings.
+  const bool counts =
+      Traits::kCanCount && !params.is_causal && key_blocks <= BwdParams::kMostCounted;
+  params.num_counted = counts ? key_blocks : 0;
+  params.is_paired = Traits::kCanPair && !params.is_causal && key_blocks % 2 == 0;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {2, 1, 1};
@@ -100,8 +104,16 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   status = cudaLaunchKernelEx(&config, kKernel, params);
   if (status != cudaSuccess) return status;
   if constexpr (Traits::kMakesDq) {
-    bwd_queries_kernel<Config><<<rows / kPieceRows, 128, 0, stream>>>(params);
-    return cudaGetLastError();
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t after{};
+    after.gridDim = dim3(static_cast<unsigned>(rows / kPieceRows));
+    after.blockDim = dim3(128);
+    after.stream = stream;
+    after.attrs = &overlap;
+    after.numAttrs = params.num_counted > 0 ? 1 : 0;
+    return cudaLaunchKernelEx(&after, bwd_queries_kernel<Config>, params);
   } else {
     const cudaError_t launched = cudaGetLastError();
     return launched == cudaSuccess ? launch_dq<Config>(params, stream) : launched;

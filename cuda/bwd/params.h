@@ -54,11 +54,14 @@ struct BwdParams {
   float*
       scale_grads;  // [batch, num_heads_q, rows / 64]: parts of the gradient of softmax_scale, or 0
   float* row_lse;   // workspace [batch, num_heads_q, rows, bwd_row_words]: what S starts from
-  float* row_delta;  // workspace, like row_lse: what dP starts from
-  float* dq_acc;     // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces, where dQ
-                     // has no fixed order
+  float*
+      row_delta;  // workspace, like row_lse: what dP starts from. The last word of a group's first row
+                  // counts the CTAs of its kv head that have added all their dQ
+  float* dq_acc;  // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces, where dQ
+                  // has no fixed order
 
   // Filled by the launch.
+  int num_counted;  // CTAs of a kv head, where bwd_queries_kernel waits for a head at a time; else 0
   bool is_paired;  // CTAs of bwd_kernel come in clusters of two, which share the copies of Q and dO
   TileOrder order;  // of key blocks and kv heads; for bwd_dq_kernel of query tiles and heads
   CUtensorMap q_map, k_map, v_map, dout_map;
@@ -70,6 +73,14 @@ struct BwdParams {
     constexpr float kSmallest = 0x1p-64f;
     if (factor < 0.0f) return factor > -kSmallest ? -kSmallest : factor;
     return factor < kSmallest ? kSmallest : factor;
+  }
+  // Where dQ is added up in memory: the counter of a kv head, which a product takes for one of a row's
+  // zeros, as long as it is small.
+  static constexpr int kMostCounted = 1 << 14;
+  FA3_HOST_DEVICE uint32_t* dq_counter(int in_batch, int kv_head) const {
+    const int64_t head = static_cast<int64_t>(in_batch) * num_heads_q +
+                         static_cast<int64_t>(kv_head) * (num_heads_q / num_heads_kv);
+    return reinterpret_cast<uint32_t*>(row_delta) + head * rows() * 4 + 3;
   }
   FA3_HOST_DEVICE int rows() const { return static_cast<int>(round_up(seqlen_q, kBwdRowPad)); }
   FA3_HOST_DEVICE KeyRange key_range() const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../ptx/copy.cuh"
+#include "../ptx/dependent.cuh"
 #include "load.cuh"
 #include "products.cuh"
 
@@ -36,6 +37,19 @@ __device__ __forceinline__ void add_query_grads(const BwdParams& p, const BwdWal
     ptx::add_bulk_f32(p.dq_acc + piece * kPieceFloats + own / 32 % 4 * kPieceWarpFloats, staging,
                       kPieceWarpFloats * 4);
     ptx::bulk_commit();
+  }
+}
+
+// Run by the math warpgroups that add dQ, at their end: the CTA has added all of it.
+template <class Config>
+__device__ __forceinline__ void count_query_grads(const BwdParams& p) {
+  constexpr int kMathBarrier = 1, kMathThreads = BwdTraits<Config>::kMathThreads;
+  if (p.num_counted == 0) return;
+  if (threadIdx.x % 32 == 0) ptx::bulk_wait();
+  ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+  if (threadIdx.x % kMathThreads == 0) {
+    const BwdWalk<Config> walk(p);
+    ptx::count_up(p.dq_counter(walk.batch, walk.kv_head));
   }
 }
 

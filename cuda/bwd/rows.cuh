@@ -7,13 +7,15 @@
 //                      A block has 4 warps; head_dim / 8 lanes share a row, 16 bytes each.
 // bwd_queries_kernel   dq = softmax_scale * dq_acc in 16 bits, and where asked for sum(q * dq_acc)
 //                      for the gradient of softmax_scale. Takes back a rotation of q (input_scale). A block makes
-//                      the 64 rows of one head, a warp 16 of them.
+//                      the 64 rows of one head, a warp 16 of them. Where CTAs are counted it overlaps
+//                      bwd_kernel, and waits for the CTAs of its kv head.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "../common/finite.h"
+#include "../ptx/dependent.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "epilogue.cuh"
 
@@ -100,8 +102,14 @@ __global__ void __launch_bounds__(128) bwd_queries_kernel(const __grid_constant_
   const int first_row = static_cast<int>(blockIdx.x % row_blocks) * kPieceRows + warp * 16;
   const int64_t batch = head / p.num_heads_q;
   const int q_head = static_cast<int>(head % p.num_heads_q);
+  const int kv_head = q_head / (p.num_heads_q / p.num_heads_kv);
   const HeadRows<Traits::kHeadDim> rows(static_cast<int>(batch), p.seqlen_q, p.num_heads_q, q_head,
                                         first_row);
+  if (p.num_counted > 0) {
+    if (threadIdx.x == 0)
+      ptx::wait_for_count(p.dq_counter(static_cast<int>(batch), kv_head), p.num_counted);
+    __syncthreads();
+  }
   float acc[Traits::kHeadDim / 2];
 #pragma unroll
   for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
@@ -110,7 +118,7 @@ __global__ void __launch_bounds__(128) bwd_queries_kernel(const __grid_constant_
         warp * kPieceWarpFloats);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float4 four = __ldg(piece + i * 32 + lane);
+      const float4 four = __ldcg(piece + i * 32 + lane);
       float* to = acc + 32 * chunk + 4 * i;
       to[0] = four.x;
       to[1] = four.y;
@@ -147,8 +155,8 @@ __global__ void __launch_bounds__(128) bwd_queries_kernel(const __grid_constant_
       weights[r] = counts ? input_scale * __ldg(p.dlogsumexp + statistic) : 0.0f;
     }
     if (__any_sync(0xFFFFFFFFu, weights[0] != 0.0f || weights[1] != 0.0f)) {
-      const int64_t kv_head = batch * p.num_heads_kv + q_head / (p.num_heads_q / p.num_heads_kv);
-      const float* mean = p.key_mean + kv_head * Traits::kHeadDim + 2 * t;
+      const float* mean =
+          p.key_mean + (batch * p.num_heads_kv + kv_head) * Traits::kHeadDim + 2 * t;
 #pragma unroll
       for (int i = 0; i < Traits::kHeadDim / 2; ++i)
         acc[i] = fmaf(acc[i], scale, weights[i / 2 % 2] * __ldg(mean + i / 4 * 8 + i % 2));
@@ -164,6 +172,8 @@ __global__ void __launch_bounds__(128) bwd_queries_kernel(const __grid_constant_
   if (lane == 0) parts[warp] = scale_grad;
   __syncthreads();
   if (threadIdx.x == 0) p.scale_grads[blockIdx.x] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+  // What follows this launch shall follow the one before it as well.
+  if (blockIdx.x == gridDim.x - 1) ptx::wait_for_last_launch();
 }
 
 }  // namespace jax_fa3

@@ -56,6 +56,11 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// Every committed group has written what it writes, as seen by this thread.
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // fence.proxy.async: ordinary shared stores before it are seen by wgmma and the copy engine after a
 // barrier.
 __device__ __forceinline__ void fence_async_proxy() {
