@@ -107,8 +107,10 @@ def context_parallel_attention(
         return_logsumexp=return_logsumexp,
         implementation=implementation,
     )
-    for argument, x in {"query": query, "key": key, "value": value}.items():
-        _option_checks.check_array(_NAME, argument, x)
+    given = {"query": query, "key": key, "value": value, "softmax_scale": softmax_scale}
+    for argument, x in given.items():
+        if _option_checks.has_shape(x) and not _option_checks.is_number(x):
+            _option_checks.check_array(_NAME, argument, x)
     size, index = _place_on_axis(axis_name)
     _check_shards(query, key, size, strategy, layout, is_causal)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
@@ -254,16 +256,19 @@ def _place_on_axis(axis_name: Any) -> tuple[int, jax.Array]:
     if not is_tuple or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"{_NAME}: axis_name must be the name of a mesh axis or a tuple of names; got"
-            f" {axis_name!r}."
+            f" {_option_checks.describe(axis_name)}."
         )
     if len(set(names)) != len(names):
-        raise ValueError(f"{_NAME}: axis_name must name each mesh axis once; got {axis_name!r}.")
+        raise ValueError(
+            f"{_NAME}: axis_name must name each mesh axis once; got"
+            f" {_option_checks.describe(axis_name)}."
+        )
     try:
         return int(jax.lax.axis_size(axis_name)), jax.lax.axis_index(axis_name)
     except NameError as error:
         raise ValueError(
             f"{_NAME}: axis_name must name a manual axis of the jax.shard_map around the call; got"
-            f" {axis_name!r}."
+            f" {_option_checks.describe(axis_name)}."
         ) from error
 
 

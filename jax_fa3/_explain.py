@@ -184,6 +184,9 @@ def _unserved(
             f"a head_dim of value that differs from query's is not served by the kernels "
             f"({dims.head_dim_v} and {dims.head_dim})"
         )
+    for what, size in dims._asdict().items():
+        if isinstance(size, int) and size >= 2**30:  # `jax.export` has sizes without a value
+            return f"a {what} of {size} is not served by the kernels (below 2^30 is)"
     if config.window_size is not None:
         window = spelled.get("window_size", "window_size")
         return f"{window}={config.window_size} is not served by the kernels"

@@ -244,6 +244,10 @@ def _check_known_sizes(name: str, operand: str, array: Any) -> None:
                 f"{name}: {operand} must have a {what} known at trace time (only batch and heads"
                 f" may be symbolic); got {options.show(shape)}."
             )
+    if len(shape) >= 3 and shape[-3] >= 2**31:
+        raise NotImplementedError(
+            f"{name}: {operand} must have a seqlen below 2^31; got {options.show(shape)}."
+        )
 
 
 def _check_dtypes(name: str, query: Any, key: Any, value: Any) -> None:

@@ -78,6 +78,10 @@ def attention_varlen(
                 f"{_NAME}: {argument} must have shape [total, num_heads, head_dim]; "
                 f"got {list(x.shape)}."
             )
+        if x.shape[0] >= 2**31:
+            raise NotImplementedError(
+                f"{_NAME}: {argument} must have fewer than 2^31 packed rows; got {list(x.shape)}."
+            )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{_NAME}: key must have shape [total_k, num_heads_kv, {query.shape[2]}] (head_dim of "

@@ -177,6 +177,40 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] =
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("extension")
+def test_sizes_beyond_32_bits() -> None:
+    """Nothing is allocated: shapes alone are refused, or served."""
+
+    def traced(q: tuple[int, ...], k: tuple[int, ...], **options: Any) -> Any:
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, k, k)]
+        return jax.eval_shape(lambda *x: jax_fa3.attention(*x, **options), *arrays)
+
+    long = (1, 2**31, 2, 64)
+    for q, k, name in ((long, (1, 3, 2, 64), "query"), ((1, 3, 2, 64), long, "key")):
+        message = (
+            rf"^attention: {name} must have a seqlen below 2\^31; got \[1, 2147483648, 2, 64\]\."
+        )
+        with pytest.raises(NotImplementedError, match=message):
+            traced(q, k)
+    for shape, size in (((2**30, 2, 2, 64), "batch"), ((1, 2**30, 2, 64), "seqlen_q")):
+        message = (
+            rf"^attention: a {size} of 1073741824 is not served by the kernels \(below 2\^30 is\); "
+        )
+        with pytest.raises(NotImplementedError, match=message):
+            traced(shape, shape, implementation="cuda")
+        assert traced(shape, shape).shape == shape
+    packed, starts = (
+        jax.ShapeDtypeStruct(*x) for x in (((2**31, 2, 64), jnp.bfloat16), ((3,), jnp.int32))
+    )
+    with pytest.raises(
+        NotImplementedError, match=r"query must have fewer than 2\^31 packed rows; "
+    ):
+        jax.eval_shape(
+            lambda x, c: jax_fa3.attention_varlen(x, x, x, c, c, max_seqlen_q=9, max_seqlen_k=9),
+            packed, starts,
+        )  # fmt: skip
+
+
 def test_numbers_that_no_array_holds() -> None:
     """Python's ints have no limit, float16 has a small one; fractions are numbers too."""
     expected = attention(softmax_scale=np.float32(0.25), precision="native")
