@@ -84,12 +84,12 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   constexpr int kRowsPerBlock = 128 * 8 / Traits::kHeadDim;
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
   bwd_rows_kernel<Config><<<rows / kRowsPerBlock, 128, 0, stream>>>(params);
-  // Neighbouring tiles are neighbouring key blocks of a head, and without a mask the same queries see
-  // both.
   // Under a causal mask the last CTAs are short, and what they take to count costs more than it brings.
   const bool counts =
       Traits::kCanCount && !params.is_causal && key_blocks <= BwdParams::kMostCounted;
   params.num_counted = counts ? key_blocks : 0;
+  // Neighbouring tiles are neighbouring key blocks of a head, and without a mask the same queries see
+  // both.
   params.is_paired = Traits::kCanPair && !params.is_causal && key_blocks % 2 == 0;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

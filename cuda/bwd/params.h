@@ -54,11 +54,9 @@ struct BwdParams {
   float*
       scale_grads;  // [batch, num_heads_q, rows / 64]: parts of the gradient of softmax_scale, or 0
   float* row_lse;   // workspace [batch, num_heads_q, rows, bwd_row_words]: what S starts from
-  float*
-      row_delta;  // workspace, like row_lse: what dP starts from. The last word of a group's first row
-                  // counts the CTAs of its kv head that have added all their dQ
-  float* dq_acc;  // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces, where dQ
-                  // has no fixed order
+  float* row_delta;  // workspace, like row_lse: what dP starts from; and dq_counter
+  float* dq_acc;     // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces, where dQ
+                     // has no fixed order
 
   // Filled by the launch.
   int num_counted;  // CTAs of a kv head, where bwd_queries_kernel waits for a head at a time; else 0
@@ -74,8 +72,8 @@ struct BwdParams {
     if (factor < 0.0f) return factor > -kSmallest ? -kSmallest : factor;
     return factor < kSmallest ? kSmallest : factor;
   }
-  // Where dQ is added up in memory: the counter of a kv head, which a product takes for one of a row's
-  // zeros, as long as it is small.
+  // How many CTAs of a kv head have added all their dQ: the last word of row_delta for the group's first
+  // row. bwd_rows_kernel sets it to 0, and a product takes it for one of the row's zeros while it is small.
   static constexpr int kMostCounted = 1 << 14;
   FA3_HOST_DEVICE uint32_t* dq_counter(int in_batch, int kv_head) const {
     const int64_t head = static_cast<int64_t>(in_batch) * num_heads_q +
