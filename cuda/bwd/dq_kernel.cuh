@@ -15,8 +15,9 @@
 //            v_empty[s]   math threads    load    dP of the block is done
 // Named      1, 2, 3 (128 threads): every warp of the math warpgroup is done with its dout tile. Id
 //            0 is __syncthreads.
-// Order      key block j:  issue S_j = Q K^T;  issue dP_j = dO V^T;  issue dQ += dS_{j-1} K;  wait for
-//            S_j;  P = exp2(S scaled), masked;  wait for all, release k and v;  dS_j = P dP.
+// Order      key block j:  issue S_j = Q K^T;  issue dP_j = dO V^T, which starts from row_delta;  issue
+//            dQ += dS_{j-1} K;  wait for S_j;  P = exp2(S scaled), masked;  wait for all, release k
+//            and v;  dS_j = P dP.
 //            Head_dim 256, where the rings are short, issues dQ first and releases its k before the
 //            exponentials. Up to head_dim 128 dO is a register operand, at 128 Q too.
 // Numerics   dS is rounded to 16 bits for the product, everything else is f32.
@@ -96,8 +97,9 @@ __device__ __forceinline__ void bwd_dq_math(const BwdParams& p, const BwdDqSmem<
     ptx::mbarrier_wait(smem.v_full(v_stage(j)), j / Smem::kValueStages & 1);
   };
 
-  // Blocks that this warpgroup's rows see.
+  // Blocks that this warpgroup's rows see, and those of which all of them see every key.
   const int num_blocks = BwdDqTile<Config>::blocks_seen(p, tile_row, 64);
+  const int num_full_blocks = p.key_range().visible(tile_row) / Traits::kBlockKv;
   ptx::mbarrier_wait(smem.q_full(), 0);
   ptx::mbarrier_wait(smem.do_full(), 0);
   if (num_blocks > 0) {
@@ -145,17 +147,18 @@ __device__ __forceinline__ void bwd_dq_math(const BwdParams& p, const BwdDqSmem<
     };
     const auto issue_dp = [&](int j) {
       wait_values(j);
-      ptx::forget(acc_dp);
+#pragma unroll
+      for (int i = 0; i < Product::kScores; ++i) acc_dp[i] = delta[i / 2 % 2];
       ptx::wgmma_fence();
       const uint32_t base = base16();
       const uint64_t values =
           Product::scores_descriptor(base + Smem::kValues / 16 + v_stage(j) * kTile16);
       if constexpr (Traits::kOutGradsInRegisters)
-        Product::issue_scores_rs(acc_dp, frag_do, values, false);
+        Product::issue_scores_rs(acc_dp, frag_do, values, true);
       else
         Product::issue_scores(acc_dp,
                               Product::scores_descriptor(base + Smem::kOutGrads / 16 + own / 16),
-                              values, false);
+                              values, true);
       ptx::wgmma_commit();
     };
     const auto issue_dq = [&](int j) {
@@ -170,7 +173,7 @@ __device__ __forceinline__ void bwd_dq_math(const BwdParams& p, const BwdDqSmem<
 #pragma unroll
       for (int i = 0; i < Product::kScores; ++i)
         acc_s[i] = ptx::exp2_f32(fmaf(acc_s[i], scale_log2, lse[i / 2 % 2]));
-      if (p.key_range().needs_mask(tile_row, j, Traits::kBlockKv)) {
+      if (j >= num_full_blocks) {
         const uint32_t thread = ptx::opaque(threadIdx.x);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -192,9 +195,8 @@ __device__ __forceinline__ void bwd_dq_math(const BwdParams& p, const BwdDqSmem<
       ptx::mbarrier_arrive(smem.v_empty(v_stage(j)));
 #pragma unroll
       for (int i = 0; i < Product::kFrags; ++i)
-        frag_ds[i] =
-            pack_16bit<Traits::kIsBf16>(acc_s[2 * i] * (acc_dp[2 * i] + delta[i % 2]),
-                                        acc_s[2 * i + 1] * (acc_dp[2 * i + 1] + delta[i % 2]));
+        frag_ds[i] = pack_16bit<Traits::kIsBf16>(acc_s[2 * i] * acc_dp[2 * i],
+                                                 acc_s[2 * i + 1] * acc_dp[2 * i + 1]);
       ptx::pin(frag_ds);
     };
 

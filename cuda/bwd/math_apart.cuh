@@ -28,6 +28,12 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
     const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
     const auto q_stage = [](int i) { return i % Traits::kQStages; };
     const auto do_stage = [](int i) { return i % Traits::kDoStages; };
+    // Step i of this round of the rings: without kMakesDq the loop is unrolled over a round, so that
+    // the compiler knows the stages.
+    constexpr int kRound = Traits::kQStages;
+    static_assert(kRound == Traits::kDoStages, "both rings go round together");
+    int round = 0;
+    const auto parity = [&](int i) { return static_cast<uint32_t>((round + i / kRound) & 1); };
     const int full_from = Scores::full_from(p, walk, warpgroup);
 
     uint32_t frag_v[Product::kOperand];
@@ -56,7 +62,7 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
     float acc_s[Product::kScores], acc_dp[Product::kScores];
     const auto run_step = [&](int i, auto is_first) {
       constexpr bool kFirst = decltype(is_first)::value;
-      ptx::mbarrier_wait(smem.q_full(q_stage(i)), i / Traits::kQStages & 1);
+      ptx::mbarrier_wait(smem.q_full(q_stage(i)), parity(i));
       ptx::forget(acc_s);
       ptx::wgmma_fence();
       const uint32_t base = base16();
@@ -75,7 +81,7 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
         ptx::wgmma_wait<0>();
         ptx::pin(acc_s);
       }
-      ptx::mbarrier_wait(smem.do_full(do_stage(i)), i / Traits::kDoStages & 1);
+      ptx::mbarrier_wait(smem.do_full(do_stage(i)), parity(i));
       ptx::forget(acc_dp);
       ptx::wgmma_fence();
       Product::issue_rows(
@@ -121,7 +127,18 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
       step.advance(walk);
     };
     run_step(0, std::true_type{});
-    for (int i = 1; i < walk.num_steps; ++i) run_step(i, std::false_type{});
+    if constexpr (Traits::kMakesDq) {
+      for (int i = 1; i < walk.num_steps; ++i) run_step(i, std::false_type{});
+    } else {
+      for (bool more = true; more; ++round) {
+#pragma unroll
+        for (int i = 1; i <= kRound; ++i) {
+          more = round * kRound + i < walk.num_steps;
+          if (!more) break;
+          run_step(i, std::false_type{});
+        }
+      }
+    }
     ptx::wgmma_fence();
     issue_key_grads(walk.num_steps - 1);
     ptx::wgmma_wait<0>();
