@@ -61,6 +61,7 @@ IDENTITY = (
     "data",
     "attention",
     "check",
+    "seed",
     "devices",
     "strategy",
     "device",
