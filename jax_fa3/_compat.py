@@ -7,6 +7,7 @@ other file looks at ``jax.__version__`` or imports a private name.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +61,21 @@ def cuda_capabilities() -> tuple[str, ...]:
     except RuntimeError:
         return ()
     return tuple(str(getattr(device, "compute_capability", "unknown")) for device in devices)
+
+
+@functools.cache
+def driver_cuda_version() -> int | None:
+    """The CUDA version that the driver serves (13000 = 13.0); None where it cannot be asked.
+
+    Asks the library that JAX uses, which may be newer than the kernel module (a compatibility
+    package).
+    """
+    version = ctypes.c_int(0)
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return version.value if status == 0 and version.value > 0 else None
 
 
 def default_backend() -> str:

@@ -70,11 +70,13 @@ def _extension() -> str:
 
 
 def _driver() -> str:
-    """The first line of what the NVIDIA kernel module says of itself."""
+    """The first line of what the NVIDIA kernel module says of itself, and the CUDA it serves."""
     try:
-        return _DRIVER.read_text(encoding="utf-8").split("\n")[0].removeprefix("NVRM version: ")
+        module = _DRIVER.read_text(encoding="utf-8").split("\n")[0].removeprefix("NVRM version: ")
     except OSError:
         return "no NVIDIA kernel module is loaded"
+    cuda = _compat.driver_cuda_version()
+    return module if cuda is None else f"{module}, CUDA {_ffi.cuda_release(cuda)}"
 
 
 def _settings() -> str:

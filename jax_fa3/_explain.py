@@ -163,6 +163,15 @@ def missing_reason() -> str | None:
             f"the kernels need compute capability {SERVED_CAPABILITY} (Hopper) exactly; "
             f"the CUDA devices of this process have {have}"
         )
+    built = _ffi.cuda_version()
+    driver = _compat.driver_cuda_version() if capabilities else None
+    # Code of one CUDA release runs on drivers of all releases with its major number, and later.
+    if built is not None and driver is not None and driver // 1000 < built // 1000:
+        return (
+            f"the kernels were built with CUDA {_ffi.cuda_release(built)} and the driver serves "
+            f"CUDA {_ffi.cuda_release(driver)}; update the driver, or build jax_fa3 with nvcc "
+            f"{driver // 1000}"
+        )
     return None
 
 

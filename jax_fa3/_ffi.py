@@ -123,6 +123,11 @@ def cuda_version() -> int | None:
     return None if _EXT is None else int(_EXT.cuda_version)
 
 
+def cuda_release(version: int) -> str:
+    """13020 as "13.2"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def build_facts() -> dict[str, str]:
     """What the extension was built with: compilers, CUDA runtime, GPU architecture; {} without
     it."""
@@ -132,7 +137,7 @@ def build_facts() -> dict[str, str]:
         "nvcc": _EXT.nvcc_version,
         "ptxas": _EXT.ptxas_version,
         "host compiler": _EXT.host_compiler,
-        "CUDA runtime": f"{_EXT.cuda_version // 1000}.{_EXT.cuda_version % 1000 // 10}",
+        "CUDA runtime": cuda_release(_EXT.cuda_version),
         "for": _EXT.gpu_architecture,
     }
 

@@ -67,7 +67,7 @@ def meta(**extra: Any) -> dict[str, Any]:
             continue
     built = _ffi.cuda_version()
     if built is not None:
-        versions["extension_cuda"] = f"{built // 1000}.{built % 1000 // 10}"
+        versions["extension_cuda"] = _ffi.cuda_release(built)
     facts = gpu_state.card_facts()
     commit = _commit()
     if commit is not None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import platform
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,32 @@ class TestWithExtension:
         monkeypatch.setattr(_compat, "cuda_capabilities", lambda: (capability, "9.0"))
         assert jax_fa3.explain(*structs()).path == "cuda"
 
+    @pytest.mark.parametrize(
+        ("built", "driver", "served"),
+        [
+            (13000, 12040, False),
+            (13020, 13000, True),
+            (12080, 13000, True),
+            (12080, 12030, True),
+            (13000, None, True),
+        ],
+    )
+    def test_older_drivers(
+        self, monkeypatch: pytest.MonkeyPatch, built: int, driver: int | None, served: bool
+    ) -> None:
+        """One that has no CUDA of the kernels' major number would fail at the launch."""
+        monkeypatch.setattr(_ffi, "cuda_version", lambda: built)
+        monkeypatch.setattr(_compat, "driver_cuda_version", lambda: driver)
+        assert jax_fa3.explain(*structs()).path == "cuda"  # no device here: nothing to refuse
+        monkeypatch.setattr(_compat, "cuda_capabilities", lambda: ("9.0",))
+        plan = jax_fa3.explain(*structs())
+        assert plan.path == ("cuda" if served else "xla")
+        said = (
+            "the kernels were built with CUDA 13.0 and the driver serves CUDA 12.4; update the "
+            "driver, or build jax_fa3 with nvcc 12"
+        )
+        assert (said in str(plan)) != served
+
     def test_cuda_demanded_for_arrays_on_the_cpu(self) -> None:
         with pytest.raises(RuntimeError, match=r"query must be on a CUDA device.*got it on cpu"):
             attend("cuda")(*inputs())
@@ -176,6 +203,27 @@ class TestWithoutExtension:
         assert "XLA_FLAGS=--xla_dump_to=/here" in lines["settings"]
         assert "jax_enable_x64=" in lines["settings"]
         assert lines["driver"]
+
+
+class TestDriver:
+    ask = staticmethod(_compat.driver_cuda_version.__wrapped__)
+
+    def fake(self, monkeypatch: pytest.MonkeyPatch, status: int, version: int) -> None:
+        def get_version(pointer: Any) -> int:
+            pointer._obj.value = version
+            return status
+
+        library = types.SimpleNamespace(cuDriverGetVersion=get_version)
+        monkeypatch.setattr(_compat.ctypes, "CDLL", {"libcuda.so.1": library}.__getitem__)
+
+    def test_what_it_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fake(monkeypatch, 0, 12040)
+        assert self.ask() == 12040
+
+    @pytest.mark.parametrize(("status", "version"), [(0, 0), (3, 12040)])
+    def test_no_answer(self, monkeypatch: pytest.MonkeyPatch, status: int, version: int) -> None:
+        self.fake(monkeypatch, status, version)
+        assert self.ask() is None
 
 
 class _FakeExtension:
