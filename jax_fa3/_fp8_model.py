@@ -163,9 +163,12 @@ def _straight_through_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -
 
 
 def logits_factor(operands: Operands) -> jax.Array:
-    """softmax_scale * log2(e) * query_descale * key_descale: float32 [batch, num_heads_kv], []
-    without descales."""
+    """softmax_scale * log2(e) * query_descale * key_descale: float32 [batch, num_heads_kv], or []
+    where there are no descales and the examples share softmax_scale."""
     factor: jax.Array = operands.softmax_scale * np.float32(LOG2_E)
+    if factor.ndim:
+        dims = dims_of(operands)
+        factor = jnp.broadcast_to(factor, (dims.batch, dims.num_heads_kv))
     for descale in (operands.query_descale, operands.key_descale):
         factor = factor if descale is None else factor * descale
     return factor

@@ -58,7 +58,8 @@ class Operands(NamedTuple):
     """The arrays of one attention call with one batch axis; None where the user gave nothing.
 
     query [batch, seqlen_q, num_heads_q, head_dim]; key [batch, seqlen_k, num_heads_kv, head_dim];
-    value [batch, seqlen_k, num_heads_kv, head_dim_v]; softmax_scale float32 [];
+    value [batch, seqlen_k, num_heads_kv, head_dim_v]; softmax_scale float32 [], for the quantiser
+    alone also [batch, 1];
     *_descale float32 [batch, num_heads_kv], None for inputs wider than 8 bits; sinks float32
     [num_heads_q]; segment ids int32 [batch, seqlen]; seqlens int32 [batch]; mask bool and bias
     float, both broadcastable to [batch, num_heads_q, seqlen_q, seqlen_k] and of rank 4.
