@@ -31,10 +31,8 @@ TIMED = {  # in a sentence, in a table
     "bwd": ("the backward pass alone", "backward"),
     "step": ("a training step, forward and backward", "step"),
 }
-LEAD = (
-    "Our speed over the fastest rival's in the same turns, by seqlen, without a mask / causal; "
-    "FP8 is the kernel alone, as the rivals' is, unless it names quantise:"
-)
+LEAD = "Our speed over the fastest rival's in the same turns, by seqlen, without a mask / causal"
+ALONE = "; FP8 is the kernel alone, as the rivals' is"
 # Variants of the short version.
 USUAL = (("fwd", "accurate", "fp8"), ("fwd", None, "bf16"), ("bwd", None, "bf16"))
 
@@ -72,11 +70,18 @@ def speed_table(rows: Rows) -> str:
 
 
 def error_table(rows: Rows) -> str:
-    """Relative L2 error of every distribution and length."""
+    """Relative L2 error of every distribution and length, and of every head_dim if there are
+    several."""
+    several = len({row["head_dim"] for row in rows}) > 1
+
+    def line(row: dict[str, Any]) -> str:
+        inputs = f"{row['data']}, {row['seqlen_k']:,} keys"
+        return f"{inputs}, head_dim {row['head_dim']}" if several else inputs
+
     return by_variant(
         rows,
         "inputs",
-        lambda row: f"{row['data']}, {row['seqlen_k']:,} keys",
+        line,
         lambda row: "not finite" if row["rel_l2"] is None else f"{row['rel_l2']:.1e}",
     )
 
@@ -114,6 +119,13 @@ def lead_table(rows: Rows) -> str:
         for name, own in leads.items()
     ]
     return markdown(["seqlen", *map(str, seqlens)], lines)
+
+
+def lead(rows: Rows) -> list[str]:
+    """The table of the lead under its sentence; nothing without a rival."""
+    found = lead_table(rows)
+    alone = any(r["ratio"] and r["precision"] == "fp8" and not r["with_quantize"] for r in rows)
+    return [f"{LEAD}{ALONE if alone else ''}:", found] if found else []
 
 
 def accuracy_table(rows: Rows) -> str:
@@ -274,8 +286,7 @@ def short(meta: dict[str, Any], rows: Rows) -> str:
         return ""
     parts = [source_line(meta)]
     usual = [r for r in sustained(rows) if (r["kind"], r["preset"], r["precision"]) in USUAL]
-    if leads := lead_table(usual):
-        parts += [LEAD, leads]
+    parts += lead(usual)
     for kind, timed in speed.items():
         if timed:
             parts += [
@@ -293,8 +304,7 @@ def short(meta: dict[str, Any], rows: Rows) -> str:
 def full(meta: dict[str, Any], rows: Rows) -> str:
     """For benchmarks/README.md: everything."""
     parts = [source_line(meta), command_lines(meta)]
-    if leads := lead_table(sustained(rows)):
-        parts += [LEAD, leads]
+    parts += lead(sustained(rows))
     for kind, regime in itertools.product(TIMED, ("sustained", "burst")):
         timed = in_order([r for r in rows if r["kind"] == kind and r.get("regime") == regime])
         if timed:
