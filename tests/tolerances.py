@@ -86,6 +86,12 @@ BACKWARD_FP8 = Limit(
     (1.1e-2, 0.0),
     "H200: the saved out holds the error of an e4m3 P, which meets the exact P in dS",
 )
+SOAK_BACKWARD_FP8 = Limit(
+    5e-2,
+    0.0,
+    (3.1e-2, 0.0),
+    "as BACKWARD_FP8; next to the saved results the worst of ten thousand heads on an H200",
+)
 BLOCKS_NATIVE = Limit(4e-6, 1e-5, (3.1e-7, 9.5e-7), "another order of float32 sums")
 BLOCKS_FP8 = Limit(
     2e-4, 2e-4, (1.3e-5, 3.6e-5), "integer base: only P below 2^-12 of the largest may round apart"
@@ -174,8 +180,8 @@ SOAK_NATIVE = KernelLimit(
     "as KERNEL_NATIVE; gain 4.6e-3 within 700 random shapes on an H200",
 )  # fmt: skip
 SOAK_FP8 = KernelLimit(
-    1e-2, 0.1, 5e-3, 6e-2, 0.25, 0.1,
-    "as KERNEL_FP8; 6.2e-2, 1.1e-3, 3.6e-2 and 0.12 within 700 random shapes on an H200",
+    1e-2, 0.1, 5e-3, 9e-2, 0.25, 0.1,
+    "as KERNEL_FP8; 6.2e-2, 1.1e-3, 6.1e-2 and 0.12 within 860 random shapes on an H200",
 )  # fmt: skip
 
 
