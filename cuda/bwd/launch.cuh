@@ -85,8 +85,15 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
   bwd_rows_kernel<Config><<<rows / kRowsPerBlock, 128, 0, stream>>>(params);
   // Under a causal mask the last CTAs are short, and what they take to count costs more than it brings.
-  const bool counts =
-      Traits::kCanCount && !params.is_causal && key_blocks <= BwdParams::kMostCounted;
+  // Into a graph go plain launches only: XLA records graphs within graphs and changes their pointers,
+  // where an overlap of launches has not been tried.
+  bool counts = Traits::kCanCount && !params.is_causal && key_blocks <= BwdParams::kMostCounted;
+  if (counts) {
+    cudaStreamCaptureStatus capture;
+    status = cudaStreamIsCapturing(stream, &capture);
+    if (status != cudaSuccess) return status;
+    counts = capture == cudaStreamCaptureStatusNone;
+  }
   params.num_counted = counts ? key_blocks : 0;
   // Neighbouring tiles are neighbouring key blocks of a head, and without a mask the same queries see
   // both.
