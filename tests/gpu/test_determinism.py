@@ -151,7 +151,11 @@ def test_two_threads() -> None:
 
 
 def scan_and_calls() -> dict[str, Any]:
-    """A scan of 50 steps whose inputs change, and 10 calls of one program with new inputs."""
+    """A scan of 50 steps whose inputs change, and 10 calls of each of two programs with new inputs.
+
+    The second is a gradient without a mask, of which kernels at head_dim 128 overlap. Its dquery
+    has the same bits at each run: a sum over two key blocks, in whatever order.
+    """
     x = inputs_of(64, seqlen_q=130, seqlen_k=260, num_heads_q=6, num_heads_kv=2)
 
     def step(query: Any, turn: Any) -> Any:
@@ -172,7 +176,20 @@ def scan_and_calls() -> dict[str, Any]:
     _, scanned = jax.jit(scan)(x["query"])
     once = jax.jit(lambda query, turn: step(query, turn)[1])
     called = [once(jnp.flip(x["query"], 1) * (1 + i), jnp.int32(7 * i)) for i in range(10)]
-    leaves = jax.tree.leaves((scanned, called))
+
+    y = inputs_of(128, seqlen_q=300, seqlen_k=250, num_heads_q=6, num_heads_kv=2)
+
+    @jax.jit
+    def gradients(main: Any) -> Any:
+        def loss(main: Any, preset: str) -> Any:
+            out = reference.attend({**y, **main}, **reference.PRESETS[preset]).out
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+        return {preset: jax.grad(loss)(main, preset) for preset in ("accurate", "native")}
+
+    changed = [{n: jnp.roll(y[n], i, axis=1) * (1 + i) for n in reference.MAIN} for i in range(10)]
+    differentiated = [gradients(main) for main in changed]
+    leaves = jax.tree.leaves((scanned, called, differentiated))
     return {str(i): np.asarray(leaf, np.float32) for i, leaf in enumerate(leaves)}
 
 
