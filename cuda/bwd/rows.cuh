@@ -3,12 +3,13 @@
 // bwd_rows_kernel      row_delta = dlogsumexp - sum(out * dout) and row_lse = -logsumexp / scale: with
 //                      them as the first values of their accumulators, dP comes out less delta and
 //                      S scaled is the log2 of P; as three bfloat16 that a product with ones adds
-//                      up. P is 0 for rows that see no key and for padding. Clears dq_acc.
+//                      up. P is 0 for rows that see no key and for padding. Clears dq_acc and,
+//                      with the words that no number takes, dq_counter.
 //                      A block has 4 warps; head_dim / 8 lanes share a row, 16 bytes each.
 // bwd_queries_kernel   dq = softmax_scale * dq_acc in 16 bits, and where asked for sum(q * dq_acc)
-//                      for the gradient of softmax_scale. Takes back a rotation of q (input_scale). A block makes
-//                      the 64 rows of one head, a warp 16 of them. Where CTAs are counted it overlaps
-//                      bwd_kernel, and waits for the CTAs of its kv head.
+//                      for the gradient of softmax_scale. Takes back a rotation of q (input_scale).
+//                      A block makes 64 rows of one head, a warp 16 of them. Where CTAs are counted
+//                      it overlaps bwd_kernel, and waits for the CTAs of its kv head.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -72,7 +72,8 @@ struct Epilogue {
     // FP8: a row without keys stays 0, mean or not.
     const uint32_t present[2] = {inverse[0] == 0.0f ? 0u : ~0u, inverse[1] == 0.0f ? 0u : ~0u};
     uint32_t zeros[2] = {0, 0};  // 0 times every number
-    // FP8, of the 64 columns in hand: read before the staging is written, so that nobody waits.
+    // FP8, of the 64 columns in hand: read before the staging is written, so that nobody waits. The
+    // means follow the descales in shared memory.
     const uint32_t factors = smem.v_descales(q_stage) + 8 * t;
     float2 scale[8], mean[8];
     const auto load_factors = [&](int first) {
