@@ -26,9 +26,9 @@
 //            neighbouring keys form a cluster. Each brings one of the two chunks of every tile of Q and
 //            dO to both (multicast): half the reads of L2. Neither ends before the other's copies and
 //            arrivals have come, since its last step waits for both chunks.
-// End        Without a mask and where kCanCount, a CTA that has added all its dQ counts itself for its
-//            kv head in a word that bwd_rows_kernel clears (BwdParams::dq_counter). bwd_queries_kernel,
-//            which may start once no CTA is left to start, waits for a head's count.
+// End        Where num_counted says so, a CTA that has added all its dQ counts itself for its kv head
+//            in a word that bwd_rows_kernel clears (BwdParams::dq_counter). bwd_queries_kernel, which
+//            may start once no CTA is left to start, waits for a head's count.
 // Order      one step, query block i; scores are transposed, keys down and queries across. S starts as
 //            ones * row_lse and dP as ones * row_delta, products that add the three bfloat16 of a row.
 //   kApart   issue S = Q K^T;  issue dP = V dO^T, V in registers;  issue dV += P dO and dK += dS^T Q of

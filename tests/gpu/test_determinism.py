@@ -153,8 +153,9 @@ def test_two_threads() -> None:
 def scan_and_calls() -> dict[str, Any]:
     """A scan of 50 steps whose inputs change, and 10 calls of each of two programs with new inputs.
 
-    The second is a gradient without a mask, of which kernels at head_dim 128 overlap. Its dquery
-    has the same bits at each run: a sum over two key blocks, in whatever order.
+    The second is a gradient without a mask, whose kernels at head_dim 128 come in clusters and,
+    outside of command buffers, overlap. Its dquery has the same bits at each run: a sum over two
+    key blocks, in whatever order.
     """
     x = inputs_of(64, seqlen_q=130, seqlen_k=260, num_heads_q=6, num_heads_kv=2)
 
