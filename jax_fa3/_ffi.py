@@ -348,7 +348,10 @@ def bwd(
 
 
 def bwd_takes_back_rotation(head_dim: int, dtype: Any, *, deterministic: bool) -> bool:
-    """Whether `bwd` does what `unrotate` does, for inputs of this dtype."""
+    """Whether `bwd` does what `unrotate` does, for inputs of this dtype.
+
+    It writes bfloat16, as dequantised operands are, and rotates where a kernel rounds dquery last.
+    """
     return head_dim < 256 and not deterministic and dtype == jnp.bfloat16
 
 
