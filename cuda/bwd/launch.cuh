@@ -84,6 +84,8 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   constexpr int kRowsPerBlock = 128 * 8 / Traits::kHeadDim;
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
   bwd_rows_kernel<Config><<<rows / kRowsPerBlock, 128, 0, stream>>>(params);
+  status = cudaGetLastError();  // without it nobody would clear the counters
+  if (status != cudaSuccess) return status;
   // Under a causal mask the last CTAs are short, and what they take to count costs more than it brings.
   // Into a graph go plain launches only: XLA records graphs within graphs and changes their pointers,
   // where an overlap of launches has not been tried.
@@ -122,8 +124,7 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
     after.numAttrs = params.num_counted > 0 ? 1 : 0;
     return cudaLaunchKernelEx(&after, bwd_queries_kernel<Config>, params);
   } else {
-    const cudaError_t launched = cudaGetLastError();
-    return launched == cudaSuccess ? launch_dq<Config>(params, stream) : launched;
+    return launch_dq<Config>(params, stream);
   }
 }
 
