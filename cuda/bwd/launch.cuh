@@ -92,9 +92,8 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   bool counts = Traits::kCanCount && !params.is_causal && key_blocks <= BwdParams::kMostCounted;
   if (counts) {
     cudaStreamCaptureStatus capture;
-    status = cudaStreamIsCapturing(stream, &capture);
-    if (status != cudaSuccess) return status;
-    counts = capture == cudaStreamCaptureStatusNone;
+    counts = cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+             capture == cudaStreamCaptureStatusNone;
   }
   params.num_counted = counts ? key_blocks : 0;
   // Neighbouring tiles are neighbouring key blocks of a head, and without a mask the same queries see
