@@ -67,6 +67,8 @@ struct BwdTraits {
   static constexpr int kLoadRegisters = 24, kMathRegisters = kDqRole ? 208 : 240;
   static constexpr int kQueryGradRegisters = 72;  // kDqRole
   static constexpr int kStagingWarps = kApart ? 4 * kDqRole : kMathWarps;
+  // Named barrier of the math warpgroups that make dQ: see kernel.cuh.
+  static constexpr int kMathBarrier = 1;
   // Whether bwd_queries_kernel may start beside the last CTAs of bwd_kernel: see there.
   static constexpr bool kCanCount = kMakesDq && !kApart;
   // Whether two CTAs may share the copies of Q and dO, a chunk each: see kernel.cuh.

@@ -17,7 +17,6 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
   using Scores = BwdScores<Config>;
   using ScoreAcc = typename Scores::Acc;
   constexpr bool kMakesDq = Traits::kMakesDq;
-  constexpr int kMathBarrier = 1, kMathThreads = Traits::kMathWarpgroups * 128;
   const BwdWalk<Config> walk(p);
   const uint32_t thread = threadIdx.x % 128;  // of the warpgroup
   const uint32_t staging = smem.staging(warpgroup * 4 + thread / 32);
@@ -114,7 +113,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       if constexpr (kMakesDq) {
         // Both halves of dS^T are written; and both warpgroups are done with the other buffer, whose
         // dQ they have waited for.
-        ptx::named_barrier_sync(kMathBarrier, kMathThreads);
+        ptx::named_barrier_sync(Traits::kMathBarrier, Traits::kMathThreads);
         ptx::forget(acc_dq);
         ptx::wgmma_fence();
         Product::issue_query_grads(acc_dq,
