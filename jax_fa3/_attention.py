@@ -217,11 +217,11 @@ def run(
     }
     config, plan = _explain.plan_of(function, query, key, value, spelled=spelled, **options)
     main = {"query": query, "key": key, "value": value}
-    for name, x in {**main, **arrays}.items():  # `explain` takes shapes as well
-        if _option_checks.has_shape(x) and not _option_checks.is_number(x):
-            _option_checks.check_array(function, dict(spelled or {}).get(name, name), x)
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    main = {"query": query, "key": key, "value": value}
+    names = dict(spelled or {})
+    _option_checks.check_arrays(  # here, since `explain` takes shapes as well
+        function, {names.get(name, name): x for name, x in {**main, **arrays}.items()}
+    )
+    main = {name: jnp.asarray(x) for name, x in main.items()}
     only_cuda = implementation == "cuda"
     for name, x in main.items():
         _check_placement(function, name, x, only_cuda)
@@ -230,7 +230,7 @@ def run(
     arrays = {name: _fold.as_operand(name, x) for name, x in arrays.items() if x is not None}
     given = {**main, **arrays}
     core = _core(function, config, plan.path, only_cuda, constant_scale)
-    out, logsumexp = _over_leading(given, query.ndim - 3, core)
+    out, logsumexp = _over_leading(given, main["query"].ndim - 3, core)
     return (out, logsumexp) if return_logsumexp else out
 
 

@@ -108,9 +108,7 @@ def context_parallel_attention(
         implementation=implementation,
     )
     given = {"query": query, "key": key, "value": value, "softmax_scale": softmax_scale}
-    for argument, x in given.items():
-        if _option_checks.has_shape(x) and not _option_checks.is_number(x):
-            _option_checks.check_array(_NAME, argument, x)
+    _option_checks.check_arrays(_NAME, given)
     size, index = _place_on_axis(axis_name)
     _check_shards(query, key, size, strategy, layout, is_causal)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))

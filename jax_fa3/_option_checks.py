@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -97,6 +97,13 @@ def check_array(name: str, argument: str, value: Any) -> None:
         is_numeric = dtype.kind in "biufcV" and dtype.type is not np.void
         if not is_numeric or not dtype.isnative or dtype.char in "gG":
             raise TypeError(f"{name}: {argument} must be an array of numbers; got {dtype}.")
+
+
+def check_arrays(name: str, given: Mapping[str, Any]) -> None:
+    """`check_array` of all but numbers and what has no shape; argument names map to values."""
+    for argument, value in given.items():
+        if has_shape(value) and not is_number(value):
+            check_array(name, argument, value)
 
 
 def check_convertible(name: str, argument: str, value: Any) -> None:
