@@ -8,7 +8,7 @@ from jax_fa3._config_report import show_config
 from jax_fa3._context_parallel import context_parallel_attention, zigzag_shard, zigzag_unshard
 from jax_fa3._dot_product import dot_product_attention
 from jax_fa3._explain import Plan, explain
-from jax_fa3._ffi import export_disabled_checks
+from jax_fa3._extension import export_disabled_checks
 from jax_fa3._merge import merge_attention
 from jax_fa3._quantize import Quantization, QuantizedTensor, dequantize, quantize
 from jax_fa3._varlen import attention_varlen

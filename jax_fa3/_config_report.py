@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from jax_fa3 import _compat, _explain, _ffi
+from jax_fa3 import _compat, _explain, _extension
 
 # What else decides how JAX and the kernels behave.
 _PACKAGES = ("numpy", "ml_dtypes", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -35,9 +35,9 @@ def show_config() -> str:
         _line(
             "XLA FFI",
             f"runtime {_dotted(_compat.runtime_ffi_version())}, extension "
-            f"{_dotted(_ffi.built_ffi_version())}",
+            f"{_dotted(_extension.built_ffi_version())}",
         ),
-        _line("extension", _extension()),
+        _line("extension", _extension_state()),
         _line("driver", _driver()),
         _line("settings", _settings()),
         _line("default backend", _compat.default_backend()),
@@ -47,7 +47,7 @@ def show_config() -> str:
         suffix = "" if capability is None else f", compute capability {capability}"
         lines.append(_line(f"device {device.id}", f"{device.device_kind}{suffix}"))
     lines.append(_line("kernels", _kernels()))
-    for facts in _ffi.kernels():
+    for facts in _extension.kernels():
         lines.append("  " + ", ".join(f"{key}={value}" for key, value in facts.items()))
     return "\n".join(lines)
 
@@ -61,11 +61,11 @@ def _packages() -> str:
     return ", ".join(f"{name} {version}" for name, version in found if version[0].isdigit())
 
 
-def _extension() -> str:
-    reason = _ffi.unavailable_reason()
+def _extension_state() -> str:
+    reason = _extension.unavailable_reason()
     if reason is not None:
         return f"not usable: {reason}"
-    built = ", ".join(f"{name} {value}" for name, value in _ffi.build_facts().items())
+    built = ", ".join(f"{name} {value}" for name, value in _extension.build_facts().items())
     return f"registered; built with {built}" if built else "registered"
 
 
@@ -76,7 +76,7 @@ def _driver() -> str:
     except OSError:
         return "no NVIDIA kernel module is loaded"
     cuda = _compat.driver_cuda_version()
-    return module if cuda is None else f"{module}, CUDA {_ffi.cuda_release(cuda)}"
+    return module if cuda is None else f"{module}, CUDA {_extension.cuda_release(cuda)}"
 
 
 def _settings() -> str:

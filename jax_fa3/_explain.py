@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from jax_fa3 import _compat, _ffi, _grad, _shapes
+from jax_fa3 import _compat, _extension, _ffi, _grad, _shapes
 from jax_fa3._shapes import Config, Dims
 
 SERVED_CAPABILITY = "9.0"
@@ -112,9 +112,9 @@ def plan(
         return Plan(
             function, "xla", (), (), quantization, (("cuda", str(reason)), (other[0], other[1]))
         )
-    targets: tuple[str, ...] = (_ffi.TARGET_QUANTIZE, _ffi.TARGET_FWD_FP8)
+    targets: tuple[str, ...] = (_extension.TARGET_QUANTIZE, _extension.TARGET_FWD_FP8)
     if config.precision == "native":
-        targets = (_ffi.TARGET_FWD,)
+        targets = (_extension.TARGET_FWD,)
     facts = _kernel_facts(dims, config, dtypes) or {}
     reason = "the kernel serves this request" if implementation is None else 'implementation="cuda"'
     return Plan(
@@ -136,7 +136,7 @@ def _notes(
     implementation: str | None,
 ) -> tuple[str, ...]:
     reason = _grad.unserved_reason(dims.head_dim, dims.head_dim_v, dtypes.values(), given)
-    notes = [f"the backward pass runs CUDA ({_ffi.TARGET_BWD})"]
+    notes = [f"the backward pass runs CUDA ({_extension.TARGET_BWD})"]
     if config.deterministic and dims.head_dim in _COST_OF_ORDER:
         notes = [
             f"{notes[0]}; deterministic=True made it take up to {_COST_OF_ORDER[dims.head_dim]} % "
@@ -153,7 +153,7 @@ def _notes(
 
 def missing_reason() -> str | None:
     """Why no kernel can run here, however well it serves the request."""
-    reason = _ffi.unavailable_reason()
+    reason = _extension.unavailable_reason()
     if reason is not None:
         return reason
     capabilities = _compat.cuda_capabilities()
@@ -163,14 +163,14 @@ def missing_reason() -> str | None:
             f"the kernels need compute capability {SERVED_CAPABILITY} (Hopper) exactly; "
             f"the CUDA devices of this process have {have}"
         )
-    built = _ffi.cuda_version()
+    built = _extension.cuda_version()
     driver = _compat.driver_cuda_version() if capabilities else None
     # Code of one CUDA release runs on drivers of all releases with its major number, and later.
     if built is not None and driver is not None and driver // 1000 < built // 1000:
         return (
-            f"the kernels were built with CUDA {_ffi.cuda_release(built)} and the driver serves "
-            f"CUDA {_ffi.cuda_release(driver)}; update the driver, or build jax_fa3 with nvcc "
-            f"{driver // 1000}"
+            f"the kernels were built with CUDA {_extension.cuda_release(built)} and the driver "
+            f"serves CUDA {_extension.cuda_release(driver)}; update the driver, or build jax_fa3 "
+            f"with nvcc {driver // 1000}"
         )
     return None
 
@@ -214,7 +214,7 @@ def _unserved(
                 return (
                     f'quantization with {field}="{got}" is not served by the kernels ("{value}" is)'
                 )
-    if _ffi.kernels() and _kernel_facts(dims, config, dtypes) is None:
+    if _extension.kernels() and _kernel_facts(dims, config, dtypes) is None:
         return f"this build has no kernel for head_dim {dims.head_dim} and {_kind(config, dtypes)}"
     return None
 
@@ -227,7 +227,7 @@ def _kind(config: Config, dtypes: Mapping[str, Any]) -> str:
 
 
 def _kernel_facts(dims: Dims, config: Config, dtypes: Mapping[str, Any]) -> dict[str, Any] | None:
-    for facts in _ffi.kernels():
+    for facts in _extension.kernels():
         if facts.get("dtype") != _kind(config, dtypes) or facts.get("head_dim") != dims.head_dim:
             continue
         if config.precision == "fp8" and facts.get("softmax") != config.quantization.softmax:

@@ -11,7 +11,7 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 
 import pytest  # noqa: E402
 
-from jax_fa3 import _compat, _ffi  # noqa: E402
+from jax_fa3 import _compat, _extension  # noqa: E402
 
 _GPUS_NEEDED = {"gpu": 1, "multigpu": 2}
 
@@ -29,8 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if found < needed:
             reason = f"needs {needed} GPU(s) of compute capability 9.0; found {found}"
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif _ffi.unavailable_reason() is not None:
-            reason = f"needs the compiled extension: {_ffi.unavailable_reason()}"
+        elif _extension.unavailable_reason() is not None:
+            reason = f"needs the compiled extension: {_extension.unavailable_reason()}"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -41,6 +41,6 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     Then `attention` takes the kernel's stack (custom_vjp, vmap and sharding rules) on any machine:
     a program lowered for the CPU runs its XLA branch, one lowered for CUDA holds the custom calls.
     """
-    monkeypatch.setattr(_ffi, "_EXT", None)
-    monkeypatch.setattr(_ffi, "_UNAVAILABLE_REASON", None)
+    monkeypatch.setattr(_extension, "_EXT", None)
+    monkeypatch.setattr(_extension, "_UNAVAILABLE_REASON", None)
     monkeypatch.setattr(_compat, "cuda_capabilities", tuple)

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from jax_fa3 import _compat, _ffi
+from jax_fa3 import _compat, _extension
 from jax_fa3._cli import gpu_state
 from jax_fa3._cli.accuracy import Errors
 from jax_fa3._cli.grid import Shape
@@ -65,9 +65,9 @@ def meta(**extra: Any) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    built = _ffi.cuda_version()
+    built = _extension.cuda_version()
     if built is not None:
-        versions["extension_cuda"] = _ffi.cuda_release(built)
+        versions["extension_cuda"] = _extension.cuda_release(built)
     facts = gpu_state.card_facts()
     commit = _commit()
     if commit is not None:

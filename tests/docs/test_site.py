@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from docs.pages import ROOT
 
-from jax_fa3 import _ffi
+from jax_fa3 import _extension
 
 
 def load(name: str) -> ModuleType:
@@ -31,7 +31,7 @@ finished_site = load("finished_site")
 
 
 # ---- cuda/ as the pictures show it ----
-@pytest.mark.skipif(not _ffi.kernels(), reason="needs the compiled extension")
+@pytest.mark.skipif(not _extension.kernels(), reason="needs the compiled extension")
 def test_kernels_are_those_of_the_extension() -> None:
     read = [
         {
@@ -48,7 +48,7 @@ def test_kernels_are_those_of_the_extension() -> None:
         }
         for kernel in kernel_source.kernels()
     ]
-    assert read == [facts for facts in _ffi.kernels() if facts["name"].startswith("fwd_")]
+    assert read == [facts for facts in _extension.kernels() if facts["name"].startswith("fwd_")]
 
 
 def test_shared_memory_adds_up() -> None:

@@ -17,7 +17,7 @@ import pytest
 from rules.support import attend, inputs
 
 import jax_fa3
-from jax_fa3 import Quantization, _compat, _ffi, _install
+from jax_fa3 import Quantization, _compat, _extension, _install
 
 KERNELS = [
     {
@@ -84,7 +84,7 @@ class TestWithExtension:
         jax.eval_shape(attend(**options), *args)
 
     def test_served_requests(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_ffi, "kernels", lambda: KERNELS)
+        monkeypatch.setattr(_extension, "kernels", lambda: KERNELS)
         plan = jax_fa3.explain(*structs(head_dim=128), quantization=Quantization.fast())
         assert plan.path == "cuda"
         assert plan.targets == ("jax_fa3_quantize", "jax_fa3_fwd_fp8")
@@ -103,7 +103,7 @@ class TestWithExtension:
             plan.path = "xla"  # type: ignore[misc]
 
     def test_build_without_the_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_ffi, "kernels", lambda: KERNELS)
+        monkeypatch.setattr(_extension, "kernels", lambda: KERNELS)
         plan = jax_fa3.explain(*structs(), precision="native")
         assert plan.path == "xla"
         assert "this build has no kernel for head_dim 64 and bf16" in str(plan)
@@ -133,7 +133,7 @@ class TestWithExtension:
         self, monkeypatch: pytest.MonkeyPatch, built: int, driver: int | None, served: bool
     ) -> None:
         """One that has no CUDA of the kernels' major number would fail at the launch."""
-        monkeypatch.setattr(_ffi, "cuda_version", lambda: built)
+        monkeypatch.setattr(_extension, "cuda_version", lambda: built)
         monkeypatch.setattr(_compat, "driver_cuda_version", lambda: driver)
         assert jax_fa3.explain(*structs()).path == "cuda"  # no device here: nothing to refuse
         monkeypatch.setattr(_compat, "cuda_capabilities", lambda: ("9.0",))
@@ -164,8 +164,8 @@ class TestWithExtension:
 class TestWithoutExtension:
     @pytest.fixture(autouse=True)
     def missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_ffi, "_EXT", None)
-        monkeypatch.setattr(_ffi, "_UNAVAILABLE_REASON", "the extension is not built")
+        monkeypatch.setattr(_extension, "_EXT", None)
+        monkeypatch.setattr(_extension, "_UNAVAILABLE_REASON", "the extension is not built")
 
     def test_none_runs_the_xla_path(self) -> None:
         args = inputs()
@@ -188,9 +188,9 @@ class TestWithoutExtension:
     def test_show_config_answers_a_bug_report(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """System, packages, driver, the variables that change JAX, and what built the kernels."""
         monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/here")
-        fake = _FakeExtension((0, 3), _ffi.TARGETS)
-        monkeypatch.setattr(_ffi, "_EXT", fake)
-        monkeypatch.setattr(_ffi, "_UNAVAILABLE_REASON", None)
+        fake = _FakeExtension((0, 3), _extension.TARGETS)
+        monkeypatch.setattr(_extension, "_EXT", fake)
+        monkeypatch.setattr(_extension, "_UNAVAILABLE_REASON", None)
         text = jax_fa3.show_config()
         lines = dict(re.split(" {2,}", line, maxsplit=1) for line in text.splitlines())
         assert platform.platform() in lines["python"]
@@ -255,31 +255,31 @@ class TestLoading:
                 raise fake
             return fake
 
-        monkeypatch.setattr(_ffi.importlib, "import_module", imported)
+        monkeypatch.setattr(_extension.importlib, "import_module", imported)
         monkeypatch.setattr(
             jax.ffi, "register_ffi_target", lambda name, *a, **k: registered.append(name)
         )
-        return _ffi._load()[1], registered
+        return _extension._load()[1], registered
 
     def test_fitting_versions_register(self, monkeypatch: pytest.MonkeyPatch) -> None:
         major, minor = _compat.runtime_ffi_version() or (0, 0)
         for version in ((major, minor), (major, minor - 1)):
-            reason, registered = self.load(monkeypatch, _FakeExtension(version, _ffi.TARGETS))
+            reason, registered = self.load(monkeypatch, _FakeExtension(version, _extension.TARGETS))
             assert reason is None
-            assert registered == list(_ffi.TARGETS)
+            assert registered == list(_extension.TARGETS)
 
     def test_newer_extension_is_not_registered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         major, minor = _compat.runtime_ffi_version() or (0, 0)
         for version in ((major, minor + 1), (major + 1, 0)):
-            reason, registered = self.load(monkeypatch, _FakeExtension(version, _ffi.TARGETS))
+            reason, registered = self.load(monkeypatch, _FakeExtension(version, _extension.TARGETS))
             assert f"built for XLA FFI {version[0]}.{version[1]}" in reason
             assert f"has {major}.{minor}" in reason
             assert registered == []
 
     def test_missing_handler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         version = _compat.runtime_ffi_version() or (0, 0)
-        reason, registered = self.load(monkeypatch, _FakeExtension(version, _ffi.TARGETS[:1]))
-        assert f"lacks the handlers {', '.join(_ffi.TARGETS[1:])}" in reason
+        reason, registered = self.load(monkeypatch, _FakeExtension(version, _extension.TARGETS[:1]))
+        assert f"lacks the handlers {', '.join(_extension.TARGETS[1:])}" in reason
         assert registered == []
 
     def test_not_installed_and_not_loadable(

@@ -11,7 +11,7 @@ import pytest
 from rules.support import attend, calls, cuda_text, executions, inputs, loss_of
 
 import jax_fa3
-from jax_fa3 import Quantization, _ffi
+from jax_fa3 import Quantization, _extension
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -232,7 +232,7 @@ class TestExport:
 
     def test_the_names_are_documented(self) -> None:
         named = re.findall(r'"(jax_fa3_\w+)"', str(jax_fa3.export_disabled_checks.__doc__))
-        assert tuple(named) == _ffi.TARGETS
+        assert tuple(named) == _extension.TARGETS
 
     def test_symbolic_batch(self) -> None:
         (batch,) = jax.export.symbolic_shape("batch")

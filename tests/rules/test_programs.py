@@ -66,8 +66,8 @@ jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 import jax_fa3
-from jax_fa3 import _ffi
-_ffi._UNAVAILABLE_REASON = None  # the stack of the kernels, on its XLA branch
+from jax_fa3 import _extension
+_extension._UNAVAILABLE_REASON = None  # the stack of the kernels, on its XLA branch
 q = jnp.linspace(-1, 1, 2 * 4 * 2 * 64, dtype=jnp.bfloat16).reshape(2, 4, 2, 64)
 loss = lambda q: jax_fa3.attention(q, q + 1, q - 1).astype(jnp.float32).sum()
 value, grad = jax.jit(jax.value_and_grad(loss))(q)
@@ -98,7 +98,7 @@ args = [jnp.asarray(x, jnp.bfloat16) for x in np.load(sys.argv[2]).values()]
 out, logsumexp = exported.call(*args)
 grads = exported.vjp().call(*args, out, logsumexp)
 text = exported.mlir_module()
-print(json.dumps({"targets": [name for name in jax_fa3._ffi.TARGETS if f"@{name}(" in text],
+print(json.dumps({"targets": [name for name in jax_fa3._extension.TARGETS if f"@{name}(" in text],
                   "out": out.astype(jnp.float32).tolist(),
                   "grads": [float(jnp.abs(g.astype(jnp.float32)).sum()) for g in grads[:3]]}))
 """
