@@ -43,6 +43,8 @@ def existing_results(text_path: str) -> Path:
 FACTS = ("card", "driver", "power_limit_w", "commit")
 # What one meta block tells of the card besides.
 _CARD = ("backend", "compute_capability", "memory_mib", "max_sm_clock_mhz")
+# What a soak counts: parts with seeds of their own add up.
+_COUNTS = ("seconds", "cases", "calls", "failures", "died", "cut")
 # What tells a measurement from every other one.
 IDENTITY = (
     "kind",
@@ -74,9 +76,9 @@ IDENTITY = (
 def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One meta block and the rows of all files, in order.
 
-    Files must come from one card, driver, commit and set of versions. Their own commands, dates and
-    gaps stand under "runs". What a later file measured again, next to the same rivals, replaces the
-    earlier rows.
+    Files must come from one card, driver, commit and set of versions. Their own commands, dates,
+    gaps and counts stand under "runs", with the sums of counts above. What a later file measured
+    again, next to the same rivals, replaces the earlier rows.
 
     Raises: UsageError naming what differs.
     """
@@ -99,6 +101,10 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         merged["skipped"] = [entry for run in runs for entry in run.get("skipped", [])]
         merged["partial"] = any(run.get("partial", False) for run in runs)
         merged["date"] = max(str(run.get("date", "")) for run in runs)
+        merged = {name: value for name, value in merged.items() if name not in (*_COUNTS, "seed")}
+        for name in _COUNTS:
+            if all(name in run for run in runs):
+                merged[name] = round(sum(run[name] for run in runs), 1)
     return merged, rows
 
 

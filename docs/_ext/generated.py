@@ -15,6 +15,7 @@ from unittest import mock
 import harness  # benchmarks/
 import kernel_figures
 import kernel_source
+import soak_table  # benchmarks/
 import table  # benchmarks/
 
 from jax_fa3._cli import main, plots
@@ -86,7 +87,11 @@ def benchmark_section(path: Path, meta: Meta, rows: Rows, folder: Path) -> list[
         image = folder / f"{path.stem}_{regime}.svg"
         plots.speed([r for r in rows if r.get("regime") == regime], image, columns=2)
         parts.append(_figure(image, f"Forward speed, {regime}"))
-    return [*parts, table.full(meta, rows)]
+    parts.append(table.full(meta, rows))
+    random = [row for row in rows if row["kind"] == "soak"]
+    if random:
+        parts += [f"{soak_table.sentence(meta)} Largest errors:", *soak_table.tables(random)]
+    return parts
 
 
 def errors(path: Path, meta: Meta, rows: Rows, folder: Path) -> list[str]:
@@ -133,6 +138,11 @@ def utilisation(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
     return tables if shown else []
 
 
+def soak(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
+    """Random calls of every kernel."""
+    return [soak_table.sentence(meta)] if any(row["kind"] == "soak" for row in rows) else []
+
+
 # What is made of the result files: name of the page's part, and what one file adds to it.
 PAGES = {
     "benchmarks": benchmark_section,
@@ -141,6 +151,7 @@ PAGES = {
     "gradients": gradients,
     "ablation": ablation,
     "utilisation": utilisation,
+    "soak": soak,
 }
 
 

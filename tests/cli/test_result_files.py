@@ -162,6 +162,30 @@ def test_a_merged_file_can_be_merged_again(program, saved, tmp_path):
     assert len(rows) == 3
 
 
+def soak_row(seed, checks, **worst):
+    return {"kind": "soak", "check": "forward a", "seed": seed, "checks": checks, "worst": worst}
+
+
+def test_a_soak_of_several_seeds_adds_up(program, saved):
+    counts = {"seconds": 70.3, "cases": 160, "calls": 8012, "failures": 2, "died": 0, "cut": 3}
+    more = {"seconds": 230.0, "cases": 400, "calls": 9000, "failures": 1, "died": 1, "cut": 2}
+    pair = [
+        saved("a", [soak_row(3, 2, error=0.1, gain=0.2)], seed=3, **counts),
+        saved("b", [soak_row(4, 5, error=0.3, gain=0.1)], seed=4, **more),
+    ]
+    meta, rows = program("harness").merge(pair)
+    assert {name: meta[name] for name in counts} == {
+        **{"seconds": 300.3, "cases": 560, "calls": 17012, "failures": 3, "died": 1, "cut": 5},
+    }
+    assert [(run["seed"], run["cases"]) for run in meta["runs"]] == [(3, 160), (4, 400)]
+    soak_table = program("soak_table")
+    sentence = soak_table.sentence(meta)
+    assert "560 cases and 17,012 calls in 300 s; 3 cases failed, 1 processes" in sentence
+    line = "| forward a | 7 | 3.0e-01 | - | 2.0e-01 | - |"
+    assert soak_table.tables(rows)[0].splitlines()[2:] == [line]
+    assert "calls" not in program("harness").merge([pair[0], saved("c", [timing_row()])])[0]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -321,6 +345,8 @@ def test_counters_are_read_in_order_of_launch(program):
 
 def test_the_soak_reached_every_kernel_and_none_hung():
     meta, rows = results.read(BENCHMARKS / "results" / "h200_soak.json")
+    seeds = [run["seed"] for run in meta.get("runs", [meta])]
+    assert len(seeds) == len(set(seeds))
     assert meta["died"] == 0
     assert meta["calls"] > 5000
     # Single heads a little beyond limits that were set with fewer of them: docs/design/numerics.md.
