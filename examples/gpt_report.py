@@ -8,7 +8,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -34,10 +33,10 @@ def meta(text: Text) -> dict[str, Any]:
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    found = commit()
     return {
         "card": jax.devices()[0].device_kind,
-        **({} if found is None else {"commit": found}),
+        # Set by whoever publishes the result.
+        **({"commit": os.environ["JAX_FA3_COMMIT"]} if "JAX_FA3_COMMIT" in os.environ else {}),
         "versions": versions,
         # Without the folders of this machine.
         "command": shlex.join(Path(a).name if os.path.isabs(a) else a for a in sys.argv),
@@ -49,23 +48,6 @@ def meta(text: Text) -> dict[str, Any]:
             "sha256": text.sha256,
         },
     }
-
-
-def commit() -> str | None:
-    """The variable JAX_FA3_COMMIT, else the commit of the checkout around this file, else None."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    if named := os.environ.get("JAX_FA3_COMMIT"):
-        return named
-    try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # not a repository around a copy
-        changes = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changes else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def row(settings: Settings, losses: Sequence[float], step_ms: Sequence[float]) -> dict[str, Any]:

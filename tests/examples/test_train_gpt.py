@@ -137,18 +137,13 @@ def test_bad_flags_are_refused(flags, sentence, monkeypatch, capsys):
     assert sentence in f"{capsys.readouterr().err}{refused.value}"
 
 
-def test_results_name_the_commit(monkeypatch, tmp_path):
+def test_results_name_the_commit(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     gpt_report = importlib.import_module("gpt_report")
     text = importlib.import_module("gpt_text").Text(b"", b"", "0")
     monkeypatch.setenv("JAX_FA3_COMMIT", "abc123")
     assert gpt_report.meta(text)["commit"] == "abc123"
     monkeypatch.delenv("JAX_FA3_COMMIT")
-    head = ["git", "-C", str(EXAMPLE.parent), "rev-parse", "--short=12", "HEAD"]
-    checkout = subprocess.run(head, capture_output=True, text=True, check=False)
-    if checkout.returncode == 0:
-        assert gpt_report.meta(text)["commit"].startswith(checkout.stdout.strip())
-    monkeypatch.setattr(gpt_report, "__file__", str(tmp_path / "gpt_report.py"))
     assert "commit" not in gpt_report.meta(text)
 
 
