@@ -38,27 +38,9 @@ SEQLENS = (2048, 8192, 131_072)
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = made.add_argument
-    add(
-        "--presets",
-        type=text.comma_list(str, tuple(PRESETS)),
-        default=list(PRESETS),
-        metavar="LIST",
-        help=f"of {', '.join(PRESETS)} (default: all)",
-    )
-    add(
-        "--data",
-        type=text.comma_list(str, DATA),
-        default=list(DATA),
-        metavar="LIST",
-        help=f"of {', '.join(DATA)} (default: all)",
-    )
-    add(
-        "--seqlens",
-        type=text.comma_list(text.positive_int),
-        default=list(SEQLENS),
-        metavar="LIST",
-        help="numbers of keys (default 2048,8192,131072)",
-    )
+    text.add_list_flag(made, "--presets", PRESETS, of=PRESETS)
+    text.add_list_flag(made, "--data", DATA, of=DATA)
+    text.add_list_flag(made, "--seqlens", SEQLENS, about="numbers of keys")
     bench.add_head_dims_flag(made)
     add_rivals_flag(made)
     add("--queries", type=text.positive_int, default=256, metavar="N", help="default 256")

@@ -30,19 +30,13 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     bench.add_grid_flags(made)
     add = made.add_argument
-    add(
-        "--presets",
-        type=text.comma_list(str, (*PRESETS, "none")),
-        default=list(PRESETS),
-        metavar="LIST",
-        help="fp8 presets: accurate, fast, none (default accurate,fast)",
-    )
-    add(
+    text.add_list_flag(made, "--presets", PRESETS, of=(*PRESETS, "none"), about="presets in fp8,")
+    text.add_list_flag(
+        made,
         "--native",
-        type=text.comma_list(str, (*NATIVE, "none")),
-        default=["bf16"],
-        metavar="LIST",
-        help="dtypes of the 16-bit kernel: bf16, f16, none (default bf16)",
+        ["bf16"],
+        of=(*NATIVE, "none"),
+        about="dtypes in 16 bits,",
     )
     add("--quantize", choices=QUANTIZE, default="both", help="fp8: the kernel, whole calls or both")
     add_rivals_flag(made)

@@ -38,28 +38,9 @@ JAX_RIVALS = tuple(
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     bench.add_grid_flags(made)
-    add = made.add_argument
-    add(
-        "--ours",
-        type=text.comma_list(str, OURS),
-        default=["native", "accurate"],
-        metavar="LIST",
-        help=f"of {', '.join(OURS)} (default native,accurate)",
-    )
-    add(
-        "--kinds",
-        type=text.comma_list(str, KINDS),
-        default=list(KINDS),
-        metavar="LIST",
-        help="bwd, step (default both)",
-    )
-    add(
-        "--rivals",
-        type=text.comma_list(str, (*JAX_RIVALS, "none")),
-        default=["cudnn", "fa3jax"],
-        metavar="LIST",
-        help=f"of {', '.join(JAX_RIVALS)}, none (default cudnn,fa3jax)",
-    )
+    text.add_list_flag(made, "--ours", ["native", "accurate"], of=OURS)
+    text.add_list_flag(made, "--kinds", KINDS, of=KINDS)
+    text.add_list_flag(made, "--rivals", ["cudnn", "fa3jax"], of=(*JAX_RIVALS, "none"))
     return made
 
 

@@ -83,13 +83,7 @@ def measure(shape: grid.Shape, preset: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add(
-        "--seqlens",
-        type=text.comma_list(text.positive_int),
-        default=list(SEQLENS),
-        metavar="LIST",
-        help="rising (default 16384,65536,262144)",
-    )
+    text.add_list_flag(parser, "--seqlens", SEQLENS, about="rising")
     add("--heads", type=text.positive_int, default=2, metavar="N", help="default 2")
     add("--head-dim", type=text.positive_int, default=128, metavar="N", help="default 128")
     add("--json", type=Path, metavar="FILE", help="write a result file")

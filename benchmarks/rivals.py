@@ -240,12 +240,8 @@ RIVALS: dict[str, Rival] = {
 
 def add_rivals_flag(parser: argparse.ArgumentParser) -> None:
     """--rivals, for every program that compares with them."""
-    parser.add_argument(
-        "--rivals",
-        type=text.comma_list(str, (*RIVALS, "none")),
-        default=["cudnn", "cudnn_fp8", "fa3", "fa3_fp8"],
-        metavar="LIST",
-        help=f"of {', '.join(RIVALS)}, none (default cudnn,cudnn_fp8,fa3,fa3_fp8)",
+    text.add_list_flag(
+        parser, "--rivals", ["cudnn", "cudnn_fp8", "fa3", "fa3_fp8"], of=(*RIVALS, "none")
     )
 
 

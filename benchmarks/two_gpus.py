@@ -53,20 +53,8 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--json", type=Path, metavar="FILE", help="write a result file")
     add("--devices", choices=("gpu", "cpu"), default="gpu", help="cpu: two forced CPU devices")
-    add(
-        "--phases",
-        type=text.comma_list(str, PHASES),
-        default=list(PHASES),
-        metavar="LIST",
-        help=f"of {', '.join(PHASES)} (default: all)",
-    )
-    add(
-        "--tokens",
-        type=text.comma_list(text.positive_int),
-        default=[65_536, 131_072],
-        metavar="LIST",
-        help="lengths of the whole sequence (default 65536,131072)",
-    )
+    text.add_list_flag(made, "--phases", PHASES, of=PHASES)
+    text.add_list_flag(made, "--tokens", [65_536, 131_072], about="lengths of the whole sequence")
     add("--heads", type=text.positive_int, default=16, metavar="N", help="default 16")
     add(
         "--check-seqlen",
@@ -75,12 +63,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="seqlen of the comparisons, a multiple of 4 (default 600)",
     )
-    add(
+    text.add_list_flag(
+        made,
         "--precisions",
-        type=text.comma_list(str, device_checks.PRECISIONS),
-        default=list(device_checks.PRECISIONS),
-        metavar="LIST",
-        help="of the timed phases: native (bfloat16), fp8 (default: both)",
+        device_checks.PRECISIONS,
+        of=device_checks.PRECISIONS,
+        about="of the timed phases,",
     )
     add("--seconds", type=float, default=0.3, metavar="S", help="of a timed turn (default 0.3)")
     add("--rounds", type=text.positive_int, default=3, metavar="N", help="default 3")

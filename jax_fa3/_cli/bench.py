@@ -29,39 +29,21 @@ def add_parser(commands: Any) -> None:
         ),
     )
     add_grid_flags(parser)
-    parser.add_argument(
-        "--presets",
-        type=text.comma_list(str, _PRESETS),
-        default=list(_PRESETS),
-        metavar="LIST",
-        help=f"of {', '.join(_PRESETS)} (default: all)",
-    )
+    text.add_list_flag(parser, "--presets", _PRESETS, of=_PRESETS)
     parser.add_argument("--no-cudnn", action="store_true", help="leave cuDNN out")
     parser.set_defaults(run=run)
 
 
 def add_head_dims_flag(parser: argparse.ArgumentParser) -> None:
     """--head-dims, by default all that the kernels serve."""
-    parser.add_argument(
-        "--head-dims",
-        type=text.comma_list(text.positive_int),
-        default=list(grid.HEAD_DIMS),
-        metavar="LIST",
-        help="default 64,128,256",
-    )
+    text.add_list_flag(parser, "--head-dims", grid.HEAD_DIMS)
 
 
 def add_grid_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of every program that times a grid; `shapes_of` reads them."""
     add = parser.add_argument
     add_head_dims_flag(parser)
-    add(
-        "--seqlens",
-        type=text.comma_list(text.positive_int),
-        default=list(grid.SEQLENS),
-        metavar="LIST",
-        help="default 512,1024,2048,4096,8192,16384",
-    )
+    text.add_list_flag(parser, "--seqlens", grid.SEQLENS)
     add("--causal", choices=_CAUSAL, default="both", help="default both")
     add("--tokens", type=text.positive_int, default=grid.TOKENS, help="batch * seqlen (16384)")
     add("--hidden", type=text.positive_int, default=grid.HIDDEN, help="heads * head_dim (2048)")
@@ -72,13 +54,7 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="length of one turn (default: 0.3 sustained, 0.018 burst)",
     )
-    add(
-        "--groups",
-        type=text.comma_list(text.positive_int),
-        default=[1],
-        metavar="LIST",
-        help="query heads of a key head (default 1)",
-    )
+    text.add_list_flag(parser, "--groups", [1], about="query heads of a key head")
     add("--rounds", type=text.positive_int, default=3, help="turns of each contender (default 3)")
     add("--json", type=Path, metavar="FILE", help="write a result file, after every shape")
     add("--plot", type=Path, metavar="FILE", help="write a plot (needs matplotlib)")

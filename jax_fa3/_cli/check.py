@@ -10,7 +10,7 @@ from typing import Any
 from jax_fa3._cli import accuracy, contenders, plots, results
 from jax_fa3._cli.accuracy import DISTRIBUTIONS, PRESETS, Problem
 from jax_fa3._cli.progress import progress
-from jax_fa3._cli.text import UsageError, comma_list, positive_int, table
+from jax_fa3._cli.text import UsageError, add_list_flag, positive_int, table
 
 _DATA = (*DISTRIBUTIONS, "ones", "uniform")
 
@@ -31,27 +31,9 @@ def add_parser(commands: Any) -> None:
         ),
     )
     add = parser.add_argument
-    add(
-        "--presets",
-        type=comma_list(str, tuple(PRESETS)),
-        default=["accurate", "fast", "native"],
-        metavar="LIST",
-        help=f"of {', '.join(PRESETS)} (default accurate,fast,native)",
-    )
-    add(
-        "--data",
-        type=comma_list(str, _DATA),
-        default=list(DISTRIBUTIONS),
-        metavar="LIST",
-        help=f"of {', '.join(_DATA)} (default {','.join(DISTRIBUTIONS)})",
-    )
-    add(
-        "--seqlens",
-        type=comma_list(positive_int),
-        default=[512, 2048],
-        metavar="LIST",
-        help="numbers of keys (default 512,2048)",
-    )
+    add_list_flag(parser, "--presets", ["accurate", "fast", "native"], of=PRESETS)
+    add_list_flag(parser, "--data", DISTRIBUTIONS, of=_DATA)
+    add_list_flag(parser, "--seqlens", [512, 2048], about="numbers of keys")
     add("--queries", type=positive_int, default=256, metavar="N", help="at most (default 256)")
     add("--heads-q", type=positive_int, default=4, metavar="N", help="query heads (default 4)")
     add("--heads-kv", type=positive_int, default=2, metavar="N", help="key heads (default 2)")

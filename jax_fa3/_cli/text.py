@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 class UsageError(Exception):
@@ -20,8 +20,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
-def comma_list(
-    of: Callable[[str], object], choices: Sequence[object] = ()
+def _comma_list(
+    of: Callable[[str], object], choices: Collection[object] = ()
 ) -> Callable[[str], list[object]]:
     """An argparse type: "a,b" to a list, each entry converted and checked."""
 
@@ -41,6 +41,29 @@ def comma_list(
         return values
 
     return parse
+
+
+def add_list_flag(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    default: Collection[object],
+    *,
+    of: Collection[str] = (),
+    about: str = "",
+) -> None:
+    """A flag whose value is "a,b": entries of `of`, or whole numbers of at least 1.
+
+    Its help is `about`, what may be chosen and the default.
+    """
+    words = " ".join(filter(None, [about, f"of {', '.join(of)}" if of else ""]))
+    usual = f"default {'all' if list(default) == list(of) else ','.join(map(str, default))}"
+    parser.add_argument(
+        flag,
+        type=_comma_list(str, of) if of else _comma_list(positive_int),
+        default=list(default),
+        metavar="LIST",
+        help=f"{words} ({usual})" if words else usual,
+    )
 
 
 def positive_int(text: str) -> int:
