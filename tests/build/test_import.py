@@ -1,12 +1,11 @@
 """`import jax_fa3` works without the extension, without a GPU and under python -O."""
 
 import importlib.metadata
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 import jax_fa3
@@ -18,13 +17,7 @@ HIDE_EXTENSION = "import sys; sys.modules['jax_fa3._ext'] = None\n"
 
 def run_python(code, tmp_path, *flags):
     """Runs `code` on the same jax_fa3 in a fresh interpreter, with a user's warnings as errors."""
-    command = [sys.executable, *flags, "-W", "error::UserWarning", "-c", code]
-    env = {**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1])}
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False, env=env
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return processes.output_of(*flags, "-W", "error::UserWarning", "-c", code, cwd=tmp_path)
 
 
 ATTEND = """

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
+import processes
 import pytest
 from cli.helpers import BENCHMARKS, ROOT, run
 
 import jax_fa3
 
 MATPLOTLIB = pytest.mark.skipif(
-    run("-c", "import matplotlib", cwd=ROOT).returncode != 0, reason="needs the bench extra"
+    importlib.util.find_spec("matplotlib") is None, reason="needs the bench extra"
 )
 
 
@@ -238,35 +238,28 @@ def test_private_fp8_call_still_fits_jax(tmp_path):
         assert done.stdout.strip() == "(2, 256, 4, 128)", done.stderr
 
 
-# ---- scripts/gpu_check.sh ------------------------------------------------------------------------
-
-
-def test_ablation_variants_change_what_is_built():
+def test_ablation_variants_change_what_is_built(monkeypatch):
     """Each variant sets a field of its config to another value, in a library of its own."""
-    code = """
-import re
-import ablation
-config = (ablation.ROOT / "cuda/fwd/config.h").read_text()
-for variant in ablation.VARIANTS:
-    struct = variant.base.split("<")[0]
-    body = re.search(r"struct %s {(.*?)\\n};" % struct, config, re.DOTALL)[1]
-    for field, value in variant.changes:
-        built = re.search(r"%s = ([\\w:.]+)" % field, body)[1]
-        assert value != built, (variant, built)
-        assert f" {field} = {value};" in ablation.source(variant)
-assert len({variant.library for variant in ablation.VARIANTS}) == len(ablation.VARIANTS)
-print(len(ablation.VARIANTS))
-"""
-    done = run("-c", code, cwd=BENCHMARKS)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    ablation = importlib.import_module("ablation")
+    config = (ROOT / "cuda/fwd/config.h").read_text()
+    for variant in ablation.VARIANTS:
+        struct = variant.base.split("<")[0]
+        body = re.search(rf"struct {struct} {{(.*?)\n}};", config, re.DOTALL)[1]
+        for field, value in variant.changes:
+            built = re.search(rf"{field} = ([\w:.]+)", body)[1]
+            assert value != built, (variant, built)
+            assert f" {field} = {value};" in ablation.source(variant)
+    libraries = {variant.library for variant in ablation.VARIANTS}
+    assert len(libraries) == len(ablation.VARIANTS) > 20
+
+
+# ---- scripts/gpu_check.sh ------------------------------------------------------------------------
 
 
 def gpu_check(*flags):
     """Runs the script with the Python of this test."""
-    env = {**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1])}
-    env["JAX_PLATFORMS"] = "cpu"
-    env.pop("XLA_FLAGS", None)
+    env = processes.environment(JAX_PLATFORMS="cpu")
     command = ["bash", str(ROOT / "scripts/gpu_check.sh"), "--python", sys.executable, *flags]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=500, check=False, env=env

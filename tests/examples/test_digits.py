@@ -1,14 +1,10 @@
 """The training example reaches the accuracy that it is there to show."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
-
-import jax_fa3
 
 pytest.importorskip("sklearn", reason="needs the examples extra")
 pytest.importorskip("optax", reason="needs the examples extra")
@@ -19,14 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_transformer.py"
 
 def run_example(*flags):
     """What the example prints, run as a user would on the jax_fa3 under test."""
-    env = {**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1])}
-    env.pop("XLA_FLAGS", None)  # one device, as a user has
-    command = [sys.executable, str(EXAMPLE), *flags]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, env=env
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return processes.output_of(EXAMPLE, *flags)
 
 
 def accuracy_of(output):

@@ -1,15 +1,11 @@
 """The sharded language model: the same losses on every mesh, and only the collectives it needs."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
-
-import jax_fa3
 
 pytest.importorskip("flax", reason="needs the examples extra")
 pytest.importorskip("optax", reason="needs the examples extra")
@@ -19,16 +15,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sharded_lm.py"
 
 def run_example(*flags):
     """(mesh, collectives, loss by step) that the example prints, run as a user would."""
-    env = {**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1])}
-    env.pop("XLA_FLAGS", None)  # the example asks for its devices itself
-    command = [sys.executable, str(EXAMPLE), "--cpu-devices", "8", *flags]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, env=env
-    )
-    assert done.returncode == 0, done.stderr
-    mesh = re.search(r"^mesh: (\{.*\}) of ", done.stdout, flags=re.M)[1]
-    found = re.search(r"^collectives of a step: (\{.*\})$", done.stdout, flags=re.M)[1]
-    losses = re.findall(r"^step (\d+): loss ([0-9.]+)$", done.stdout, flags=re.M)
+    output = processes.output_of(EXAMPLE, "--cpu-devices", 8, *flags)
+    mesh = re.search(r"^mesh: (\{.*\}) of ", output, flags=re.M)[1]
+    found = re.search(r"^collectives of a step: (\{.*\})$", output, flags=re.M)[1]
+    losses = re.findall(r"^step (\d+): loss ([0-9.]+)$", output, flags=re.M)
     return (
         ast.literal_eval(mesh),
         ast.literal_eval(found),

@@ -2,15 +2,13 @@
 
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
-
-import jax_fa3
 
 for package in ("flax", "matplotlib", "optax", "orbax.checkpoint", "tqdm"):
     pytest.importorskip(package, reason="needs the examples extra")
@@ -25,13 +23,12 @@ STEPS = 120
 
 def start(cache, *flags):
     """The example as a process, as a user would start it, on the jax_fa3 under test."""
-    env = {**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1])}
-    env.pop("XLA_FLAGS", None)  # one device, as a user has
-    env.pop("PYTHONSAFEPATH", None)  # a program of examples/ may import its neighbours
     # Compiling is most of the time: once, and without optimizations.
-    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    env["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    env = processes.environment(
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
+        JAX_COMPILATION_CACHE_DIR=str(cache),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    )
     return subprocess.Popen(
         [sys.executable, str(EXAMPLE), *map(str, flags)],
         stdout=subprocess.PIPE,

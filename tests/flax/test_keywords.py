@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from rules.support import assert_close
 from tolerances import FP8_AGAINST_EXACT, check_close
@@ -219,17 +217,7 @@ def test_import_without_flax(tmp_path: Path) -> None:
         "except ImportError as error:\n"
         "    print(type(error).__name__, error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=300,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1])},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    assert processes.output_of("-c", code, cwd=tmp_path).splitlines() == [
         "False",
         "ImportError jax_fa3.flax: flax must be installed; got no module of that name. "
         "Run `pip install flax`.",

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from jax import export
 from rules.support import assert_close, attend, inputs, loss_of
@@ -30,15 +28,8 @@ def both(precision: str) -> Any:
 
 def in_new_process(program: str, *arguments: Any) -> Any:
     """What a program prints as JSON."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = str(Path(jax_fa3.__file__).parents[1])
-    env.pop("XLA_FLAGS", None)
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        capture_output=True, text=True, timeout=300, check=False, env=env,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    output = processes.output_of("-c", program, *arguments, JAX_PLATFORMS="cpu")
+    return json.loads(output.splitlines()[-1])
 
 
 @pytest.mark.parametrize("precision", ["fp8", "native"])
