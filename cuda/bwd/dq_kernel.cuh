@@ -117,7 +117,7 @@ __device__ __forceinline__ void bwd_dq_math(const BwdParams& p, const BwdDqSmem<
       delta[r] = load_row<kWords>(p.row_delta, statistic);
     }
     // Descriptors are built where they are used, from one register.
-    const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
+    const auto base16 = [&] { return ptx::opaque(smem.base16()); };
     constexpr int kTile16 = Traits::kTileBytes / 16;
 
     [[maybe_unused]] uint32_t frag_q[Product::kOperand], frag_do[Product::kOperand];

@@ -27,6 +27,7 @@ struct BwdDqSmem {
   __device__ __forceinline__ explicit BwdDqSmem(const void* dynamic_smem)
       : base((ptx::smem_address(dynamic_smem) + 1023) & ~1023u) {}
 
+  __device__ __forceinline__ uint32_t base16() const { return base >> 4; }
   __device__ __forceinline__ uint32_t part(int math_warp) const {
     return base + kParts + math_warp * 4;
   }

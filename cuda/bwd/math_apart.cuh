@@ -25,7 +25,7 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
 
   if (walk.num_steps > 0) {
     const float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
-    const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
+    const auto base16 = [&] { return ptx::opaque(smem.base16()); };
     const auto q_stage = [](int i) { return i % Traits::kQStages; };
     const auto do_stage = [](int i) { return i % Traits::kDoStages; };
     // Step i of this round of the rings: without kMakesDq the loop is unrolled over a round, so that

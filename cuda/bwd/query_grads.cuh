@@ -71,7 +71,7 @@ __device__ __forceinline__ void bwd_query_grads_loop(const BwdParams& p,
     ptx::mbarrier_wait(smem.ds_full(read.stage), read.parity);
     ptx::forget(acc);
     ptx::wgmma_fence();
-    const uint32_t base = smem.base >> 4;
+    const uint32_t base = smem.base16();
     Product::issue_query_grads(acc,
                                Product::score_grad_descriptor(base + Smem::kScoreGrads16 +
                                                               read.stage * Smem::kScoreGradBytes16),

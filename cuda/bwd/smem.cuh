@@ -38,15 +38,17 @@ struct BwdSmem {
   __device__ __forceinline__ explicit BwdSmem(const void* dynamic_smem)
       : base((ptx::smem_address(dynamic_smem) + 1023) & ~1023u) {}
 
-  // The same tiles counted in 16 bytes from `base16` = base / 16, for wgmma descriptors.
+  // The same tiles counted in 16 bytes from base16(), for wgmma descriptors.
   static constexpr int kKeys16 = kKeys / 16, kValues16 = kValues / 16, kQueries16 = kQueries / 16,
                        kOutGrads16 = kOutGrads / 16, kScoreGrads16 = kScoreGrads / 16,
                        kQueryBytes16 = Traits::kQueryBytes / 16, kRowLse16 = kRowLse / 16,
                        kRowDelta16 = kRowDelta / 16, kRowBytes16 = Traits::kRowBytes / 16,
                        kScoreGradBytes16 = Traits::kScoreGradBytes / 16, kOnes16 = kOnes / 16;
 
-  // Descriptors have room for addresses within a CTA, not for the CTA's number in its cluster.
-  __device__ __forceinline__ uint32_t base16() const { return (base & 0x3FFFF) >> 4; }
+  // Of a pair `base` holds the CTA's number in its cluster too, for which descriptors have no room.
+  __device__ __forceinline__ uint32_t base16() const {
+    return (Traits::kCanPair ? base & 0x3FFFF : base) >> 4;
+  }
 
   __device__ __forceinline__ uint32_t keys() const { return base + kKeys; }
   __device__ __forceinline__ uint32_t values() const { return base + kValues; }

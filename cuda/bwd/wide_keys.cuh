@@ -59,7 +59,7 @@ __device__ __forceinline__ void bwd_wide_keys_math(const BwdParams& p,
     const auto stage = [](int i) { return i % Traits::kQStages; };
     const auto parity = [](int i) { return static_cast<uint32_t>(i / Traits::kQStages & 1); };
     // Descriptors are built where they are used, from one register.
-    const auto base16 = [&] { return ptx::opaque(smem.base >> 4); };
+    const auto base16 = [&] { return ptx::opaque(smem.base16()); };
 
     float acc_s[Product::kScores];
     uint32_t frag[Product::kFrags];
