@@ -26,7 +26,7 @@ template <class ElementType, bool kIsFixed>
 struct BwdD64 {
   using Element = ElementType;
   static constexpr int kHeadDim = 64, kBlockQ = 64, kQStages = 4, kDoStages = 4;
-  static constexpr int kScoreGradBuffers = kIsFixed ? 0 : 3;
+  static constexpr int kScoreGradBuffers = kIsFixed ? 0 : 4;
   static constexpr bool kApart = true, kMakesDq = !kIsFixed;
   static constexpr int kDqWarpgroups = 3, kDqKeyStages = 4, kDqValueStages = 4;
 };

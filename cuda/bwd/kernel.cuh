@@ -39,8 +39,8 @@
 //            P = exp2(S scaled), masked;  wait for dQ_{i-1}, stage it;  issue dP;  wait for dK_{i-1},
 //            release q;  issue dV += P dO_i;  add dQ_{i-1} to global memory;  wait for dP;
 //            dS = P dP;  write dS^T;  wait for dV, release dout
-//   Without kMakesDq the steps are the same, less dQ and the way of dS^T to shared memory; kApart then
-//   unrolls them over the rings.
+//   kApart unrolls its steps over the rings. Without kMakesDq they are the same, less dQ and the way of
+//   dS^T to shared memory.
 // Numerics   P and dS are rounded to 16 bits for the products, everything else is f32.
 #pragma once
 

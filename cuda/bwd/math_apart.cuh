@@ -26,13 +26,14 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
   if (walk.num_steps > 0) {
     const float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
     const auto base16 = [&] { return ptx::opaque(smem.base16()); };
-    const auto q_stage = [](int i) { return i % Traits::kQStages; };
-    const auto do_stage = [](int i) { return i % Traits::kDoStages; };
-    // Step i of this round of the rings: without kMakesDq the loop is unrolled over a round, so that
-    // the compiler knows the stages.
+    // Step i of this round of the rings, over which the loop is unrolled, so that the compiler knows
+    // the stages.
     constexpr int kRound = Traits::kQStages;
-    static_assert(kRound == Traits::kDoStages, "both rings go round together");
+    static_assert(
+        kRound == Traits::kDoStages && (!Traits::kDqRole || kRound == Traits::kScoreGradBuffers),
+        "the rings of Q, dO and dS go round together");
     int round = 0;
+    const auto stage = [](int i) { return i % kRound; };
     const auto parity = [&](int i) { return static_cast<uint32_t>((round + i / kRound) & 1); };
     const int full_from = Scores::full_from(p, walk, warpgroup);
 
@@ -51,8 +52,8 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
     // dV and dK of step i, whose fragments are ready.
     const auto issue_key_grads = [&](int i) {
       const uint32_t base = base16();
-      const uint32_t out_grads = base + Smem::kOutGrads16 + do_stage(i) * Smem::kQueryBytes16;
-      const uint32_t queries = base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16;
+      const uint32_t out_grads = base + Smem::kOutGrads16 + stage(i) * Smem::kQueryBytes16;
+      const uint32_t queries = base + Smem::kQueries16 + stage(i) * Smem::kQueryBytes16;
       Product::issue_grads(acc_dv, frag_p, Product::grads_descriptor(out_grads), true);
       Product::issue_grads(acc_dk, frag_ds, Product::grads_descriptor(queries), true);
       ptx::wgmma_commit();
@@ -62,15 +63,15 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
     float acc_s[Product::kScores], acc_dp[Product::kScores];
     const auto run_step = [&](int i, auto is_first) {
       constexpr bool kFirst = decltype(is_first)::value;
-      ptx::mbarrier_wait(smem.q_full(q_stage(i)), parity(i));
+      ptx::mbarrier_wait(smem.q_full(stage(i)), parity(i));
       ptx::forget(acc_s);
       ptx::wgmma_fence();
       const uint32_t base = base16();
       Product::issue_rows(
           acc_s, Product::ones_descriptor(base + Smem::kOnes16),
-          Product::row_descriptor(base + Smem::kRowLse16 + q_stage(i) * Smem::kRowBytes16));
+          Product::row_descriptor(base + Smem::kRowLse16 + stage(i) * Smem::kRowBytes16));
       const uint64_t queries =
-          Product::scores_descriptor(base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16);
+          Product::scores_descriptor(base + Smem::kQueries16 + stage(i) * Smem::kQueryBytes16);
       if constexpr (Traits::kMakesDq)
         Product::issue_scores(acc_s, Product::key_descriptor(base + Smem::kKeys16, warpgroup),
                               queries, true);
@@ -81,14 +82,14 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
         ptx::wgmma_wait<0>();
         ptx::pin(acc_s);
       }
-      ptx::mbarrier_wait(smem.do_full(do_stage(i)), parity(i));
+      ptx::mbarrier_wait(smem.do_full(stage(i)), parity(i));
       ptx::forget(acc_dp);
       ptx::wgmma_fence();
       Product::issue_rows(
           acc_dp, Product::ones_descriptor(base + Smem::kOnes16),
-          Product::row_descriptor(base + Smem::kRowDelta16 + do_stage(i) * Smem::kRowBytes16));
+          Product::row_descriptor(base + Smem::kRowDelta16 + stage(i) * Smem::kRowBytes16));
       const uint64_t out_grads =
-          Product::scores_descriptor(base + Smem::kOutGrads16 + do_stage(i) * Smem::kQueryBytes16);
+          Product::scores_descriptor(base + Smem::kOutGrads16 + stage(i) * Smem::kQueryBytes16);
       Product::issue_scores_rs(acc_dp, frag_v, out_grads, true);
       ptx::wgmma_commit();
       if constexpr (kFirst) {
@@ -106,8 +107,8 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
       ptx::wgmma_wait<0>();
       ptx::pin(acc_dp);
       if constexpr (!kFirst) {
-        ptx::mbarrier_arrive(smem.q_empty(q_stage(i - 1)));
-        ptx::mbarrier_arrive(smem.do_empty(do_stage(i - 1)));
+        ptx::mbarrier_arrive(smem.q_empty(stage(i - 1)));
+        ptx::mbarrier_arrive(smem.do_empty(stage(i - 1)));
       }
 #pragma unroll
       for (int j = 0; j < Product::kFrags; ++j) {
@@ -118,25 +119,20 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
       ptx::pin(frag_ds);
       ptx::pin(frag_p);
       if constexpr (Traits::kDqRole) {
-        constexpr int kBuffers = Traits::kScoreGradBuffers;
-        ptx::mbarrier_wait(smem.ds_empty(i % kBuffers), ~(i / kBuffers) & 1);
-        Scores::store_grads(smem.score_grads(i % kBuffers), frag_ds, warpgroup, thread);
+        ptx::mbarrier_wait(smem.ds_empty(stage(i)), parity(i) ^ 1);
+        Scores::store_grads(smem.score_grads(stage(i)), frag_ds, warpgroup, thread);
         ptx::fence_async_proxy();
-        ptx::mbarrier_arrive(smem.ds_full(i % kBuffers));
+        ptx::mbarrier_arrive(smem.ds_full(stage(i)));
       }
       step.advance(walk);
     };
     run_step(0, std::true_type{});
-    if constexpr (Traits::kMakesDq) {
-      for (int i = 1; i < walk.num_steps; ++i) run_step(i, std::false_type{});
-    } else {
-      for (bool more = true; more; ++round) {
+    for (bool more = true; more; ++round) {
 #pragma unroll
-        for (int i = 1; i <= kRound; ++i) {
-          more = round * kRound + i < walk.num_steps;
-          if (!more) break;
-          run_step(i, std::false_type{});
-        }
+      for (int i = 1; i <= kRound; ++i) {
+        more = round * kRound + i < walk.num_steps;
+        if (!more) break;
+        run_step(i, std::false_type{});
       }
     }
     ptx::wgmma_fence();
