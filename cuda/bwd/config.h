@@ -67,10 +67,8 @@ struct BwdTraits {
   static constexpr int kLoadRegisters = 24, kMathRegisters = kDqRole ? 208 : 240;
   static constexpr int kQueryGradRegisters = 72;  // kDqRole
   static constexpr int kStagingWarps = kApart ? 4 * kDqRole : kMathWarps;
-  // Named barrier of the math warpgroups that make dQ: see kernel.cuh.
-  static constexpr int kMathBarrier = 1;
-  // Whether bwd_queries_kernel may start beside the last CTAs of bwd_kernel: see there.
-  static constexpr bool kCanCount = kMakesDq && !kApart;
+  // Named barrier of the warps that make dQ: see kernel.cuh.
+  static constexpr int kDqBarrier = 1, kDqThreads = 32 * kStagingWarps;
   // Whether two CTAs may share the copies of Q and dO, a chunk each: see kernel.cuh.
   static constexpr bool kCanPair = kHeadDim == 128 && kMakesDq;
 
@@ -103,7 +101,7 @@ struct BwdTraits<BwdD256<ElementType>> {
   static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
   static constexpr int kLoadRegisters = 24, kMathRegisters = 240;
   static constexpr int kStagingWarps = 0;
-  static constexpr bool kCanPair = false, kCanCount = false;
+  static constexpr bool kCanPair = false;
 
   static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
   static constexpr int kQueryChunkBytes = 64 * 128, kKeyChunkBytes = 64 * 128;

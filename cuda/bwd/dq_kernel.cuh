@@ -20,9 +20,13 @@
 //            and v;  dS_j = P dP.
 //            Head_dim 256, where the rings are short, issues dQ first and releases its k before the
 //            exponentials. Up to head_dim 128 dO is a register operand, at 128 Q too.
+// Overlap    It may start where the kernel before it, which makes dK and dV, has no CTAs left to start:
+//            both need only what bwd_rows_kernel, which ended before either, has written. Its last CTA
+//            ends after that kernel, for what follows both.
 // Numerics   dS is rounded to 16 bits for the product, everything else is f32.
 #pragma once
 
+#include "../ptx/dependent.cuh"
 #include "dq_load.cuh"
 #include "epilogue.cuh"
 #include "products.cuh"
@@ -270,7 +274,10 @@ __global__ void __launch_bounds__(BwdDqTraits<Config>::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::release_registers<Traits::kLoadRegisters>();
-    if (threadIdx.x == 0) bwd_dq_load<Config>(p, smem);
+    if (threadIdx.x == 0) {
+      bwd_dq_load<Config>(p, smem);
+      if (blockIdx.x == gridDim.x - 1) ptx::wait_for_last_launch();
+    }
   } else {
     ptx::take_registers<Traits::kMathRegisters>();
     bwd_dq_math<Config>(p, smem, warpgroup - 1);

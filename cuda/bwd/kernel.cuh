@@ -19,16 +19,16 @@
 //            q_shared[s], do_shared[s]  1   load     pairs: the other CTA has given the stage back too
 //            ds_full[b]   math threads      dQ       kDqRole: dS^T of a step is written
 //            ds_empty[b]  dQ threads        math     kDqRole: dQ of the step is done
-// Named      1 (256 threads), kMakesDq without kApart: both math warpgroups have written their half
-//            of dS^T; once more at the end of a CTA that counts itself: all their dQ is added. Id 0
-//            is __syncthreads.
+// Named      1 (the warps that make dQ): without kApart both math warpgroups have written their half of
+//            dS^T; at the end of a CTA that counts itself: all its dQ is added. Id 0 is __syncthreads.
 // Pairs      Without a mask, where kCanPair and a head's key blocks are even in number, two CTAs with
 //            neighbouring keys form a cluster. Each brings one of the two chunks of every tile of Q and
 //            dO to both (multicast): half the reads of L2. Neither ends before the other's copies and
 //            arrivals have come, since its last step waits for both chunks.
-// End        Where num_counted says so, a CTA that has added all its dQ counts itself for its kv head
-//            in a word that bwd_rows_kernel clears (BwdParams::dq_counter). bwd_queries_kernel, which
-//            may start once no CTA is left to start, waits for a head's count.
+// End        What follows on the stream may start once no CTA is left to start. Where num_counted says so,
+//            a CTA that has added all its dQ counts itself for its kv head in a word that
+//            bwd_rows_kernel clears (BwdParams::dq_counter), and bwd_queries_kernel waits for a head's
+//            count. bwd_dq_kernel needs nothing from here.
 // Order      one step, query block i; scores are transposed, keys down and queries across. S starts as
 //            ones * row_lse and dP as ones * row_delta, products that add the three bfloat16 of a row.
 //   kApart   issue S = Q K^T;  issue dP = V dO^T, V in registers;  issue dV += P dO and dK += dS^T Q of
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
   }
   if (threadIdx.x == 0) {
     bwd_init_barriers(smem);
-    if (Traits::kCanCount) ptx::let_next_launch_start();
+    ptx::let_next_launch_start();
   }
   if (Traits::kCanPair && p.is_paired) {
     ptx::cluster_sync();
@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
     if (warpgroup == 1) {
       ptx::release_registers<Traits::kQueryGradRegisters>();
       bwd_query_grads_loop<Config>(p, smem);
+      count_query_grads<Config>(p);
       return;
     }
   }
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
     bwd_math_apart_loop<Config>(p, smem, math_warpgroup);
   else
     bwd_math_loop<Config>(p, smem, math_warpgroup);
-  if constexpr (Traits::kCanCount) count_query_grads<Config>(p);
+  if constexpr (Traits::kMakesDq && !Traits::kDqRole) count_query_grads<Config>(p);
 }
 
 }  // namespace jax_fa3

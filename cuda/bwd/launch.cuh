@@ -39,6 +39,46 @@ inline TileOrder bwd_order(const BwdParams& p, int seqlen, int block, int heads,
   return TileOrder{(seqlen + block - 1) / block, heads, p.batch, section, last_first};
 }
 
+// Whether a launch on this stream may start beside the one before it. Into a graph go plain launches
+// only: XLA records graphs within graphs and changes their pointers, where an overlap of launches has
+// not been tried.
+inline bool may_overlap(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture;
+  return cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+         capture == cudaStreamCaptureStatusNone;
+}
+
+// The launch may start once the CTAs of the one before it let it: ptx/dependent.cuh.
+inline cudaLaunchAttribute overlap_attribute(bool overlaps) {
+  cudaLaunchAttribute attribute{};
+  attribute.id =
+      overlaps ? cudaLaunchAttributeProgrammaticStreamSerialization : cudaLaunchAttributeIgnore;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+// CTAs come in clusters of two.
+inline cudaLaunchAttribute pair_attribute(bool is_paired) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = is_paired ? cudaLaunchAttributeClusterDimension : cudaLaunchAttributeIgnore;
+  attribute.val.clusterDim = {2, 1, 1};
+  return attribute;
+}
+
+template <auto kKernel>
+cudaError_t launch_kernel(int64_t grid, int threads, int shared_bytes,
+                          cudaLaunchAttribute attribute, const BwdParams& params,
+                          cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kKernel, params);
+}
+
 // Which kernel walks over the queries of a block of keys.
 template <class Config>
 constexpr auto keys_kernel() {
@@ -60,10 +100,9 @@ cudaError_t launch_dq(BwdParams params, cudaStream_t stream) {
                            params.num_heads_q / params.num_heads_kv,
                            static_cast<int64_t>(params.seqlen_k) * Traits::kHeadDim * (2 + 2),
                            params.is_causal);
-  bwd_dq_kernel<Config>
-      <<<params.order.num_tiles(), Traits::kThreads, BwdDqSmem<Config>::kAllocation, stream>>>(
-          params);
-  return cudaGetLastError();
+  return launch_kernel<&bwd_dq_kernel<Config>>(
+      params.order.num_tiles(), Traits::kThreads, BwdDqSmem<Config>::kAllocation,
+      overlap_attribute(may_overlap(stream)), params, stream);
 }
 
 template <class Config>
@@ -87,41 +126,18 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   status = cudaGetLastError();  // without it nobody would clear the counters
   if (status != cudaSuccess) return status;
   // Under a causal mask the last CTAs are short, and what they take to count costs more than it brings.
-  // Into a graph go plain launches only: XLA records graphs within graphs and changes their pointers,
-  // where an overlap of launches has not been tried.
-  bool counts = Traits::kCanCount && !params.is_causal && key_blocks <= BwdParams::kMostCounted;
-  if (counts) {
-    cudaStreamCaptureStatus capture;
-    counts = cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
-             capture == cudaStreamCaptureStatusNone;
-  }
+  const bool counts = Traits::kMakesDq && !params.is_causal &&
+                      key_blocks <= BwdParams::kMostCounted && may_overlap(stream);
   params.num_counted = counts ? key_blocks : 0;
   // Neighbouring tiles are neighbouring key blocks of a head, and without a mask the same queries see
   // both.
   params.is_paired = Traits::kCanPair && !params.is_causal && key_blocks % 2 == 0;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {2, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(k_tiles));
-  config.blockDim = dim3(Traits::kThreads);
-  config.dynamicSmemBytes = BwdSmem<Config>::kAllocation;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = params.is_paired ? 1 : 0;
-  status = cudaLaunchKernelEx(&config, kKernel, params);
+  status = launch_kernel<kKernel>(k_tiles, Traits::kThreads, BwdSmem<Config>::kAllocation,
+                                  pair_attribute(params.is_paired), params, stream);
   if (status != cudaSuccess) return status;
   if constexpr (Traits::kMakesDq) {
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t after{};
-    after.gridDim = dim3(static_cast<unsigned>(rows / kPieceRows));
-    after.blockDim = dim3(128);
-    after.stream = stream;
-    after.attrs = &overlap;
-    after.numAttrs = params.num_counted > 0 ? 1 : 0;
-    return cudaLaunchKernelEx(&after, bwd_queries_kernel<Config>, params);
+    return launch_kernel<&bwd_queries_kernel<Config>>(rows / kPieceRows, 128, 0,
+                                                      overlap_attribute(counts), params, stream);
   } else {
     return launch_dq<Config>(params, stream);
   }

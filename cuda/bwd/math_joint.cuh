@@ -113,7 +113,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       if constexpr (kMakesDq) {
         // Both halves of dS^T are written; and both warpgroups are done with the other buffer, whose
         // dQ they have waited for.
-        ptx::named_barrier_sync(Traits::kMathBarrier, Traits::kMathThreads);
+        ptx::named_barrier_sync(Traits::kDqBarrier, Traits::kDqThreads);
         ptx::forget(acc_dq);
         ptx::wgmma_fence();
         Product::issue_query_grads(acc_dq,

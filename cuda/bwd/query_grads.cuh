@@ -40,14 +40,14 @@ __device__ __forceinline__ void add_query_grads(const BwdParams& p, const BwdWal
   }
 }
 
-// Run by the math warpgroups that add dQ, at their end: the CTA has added all of it.
+// Run by the warps that add dQ, at their end: the CTA has added all of it.
 template <class Config>
 __device__ __forceinline__ void count_query_grads(const BwdParams& p) {
   using Traits = BwdTraits<Config>;
   if (p.num_counted == 0) return;
   if (threadIdx.x % 32 == 0) ptx::bulk_wait();
-  ptx::named_barrier_sync(Traits::kMathBarrier, Traits::kMathThreads);
-  if (threadIdx.x % Traits::kMathThreads == 0) {
+  ptx::named_barrier_sync(Traits::kDqBarrier, Traits::kDqThreads);
+  if (threadIdx.x % Traits::kDqThreads == 0) {
     const BwdWalk<Config> walk(p);
     ptx::count_up(p.dq_counter(walk.batch, walk.kv_head));
   }

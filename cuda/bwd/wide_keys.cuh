@@ -20,9 +20,11 @@
 //            first (S or dP) of block i, which holds row_lse or row_delta;  wait for the second,
 //            release what it read;  wait for the first;  make P or dS, while the other role
 //            multiplies.
+// End        bwd_dq_kernel, which needs nothing from here, may start once no CTA is left to start.
 // Numerics   P and dS are rounded to 16 bits for the products, everything else is f32.
 #pragma once
 
+#include "../ptx/dependent.cuh"
 #include "epilogue.cuh"
 #include "load.cuh"
 #include "products.cuh"
@@ -169,7 +171,10 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
   // The same for all lanes, and known to the compiler as such.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
 
-  if (threadIdx.x == 0) bwd_init_barriers(smem);
+  if (threadIdx.x == 0) {
+    bwd_init_barriers(smem);
+    ptx::let_next_launch_start();
+  }
   __syncthreads();
 
   if (warpgroup == 0) {

@@ -20,7 +20,8 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// mbarrier.arrive on the barrier at the same place of CTA `rank`.
+// mbarrier.arrive on the barrier at the same place of CTA `rank`. It says that reads are over; for writes
+// that the other CTA shall see it would have to be .release.cluster, which costs a fence.
 __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"

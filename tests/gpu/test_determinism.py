@@ -153,9 +153,9 @@ def test_two_threads() -> None:
 def scan_and_calls() -> dict[str, Any]:
     """A scan of 50 steps whose inputs change, and 10 calls of each of two programs with new inputs.
 
-    The second is a gradient without a mask, whose kernels at head_dim 128 come in clusters and,
-    outside of command buffers, overlap. Its dquery has the same bits at each run: a sum over two
-    key blocks, in whatever order.
+    The second is the gradients without a mask, whose kernels overlap outside of command buffers and
+    come in clusters at head_dim 128. Each dquery has the same bits at each run: where its order is
+    not fixed, it is a sum over two key blocks.
     """
     x = inputs_of(64, seqlen_q=130, seqlen_k=260, num_heads_q=6, num_heads_kv=2)
 
@@ -178,18 +178,27 @@ def scan_and_calls() -> dict[str, Any]:
     once = jax.jit(lambda query, turn: step(query, turn)[1])
     called = [once(jnp.flip(x["query"], 1) * (1 + i), jnp.int32(7 * i)) for i in range(10)]
 
-    y = inputs_of(128, seqlen_q=300, seqlen_k=250, num_heads_q=6, num_heads_kv=2)
+    sizes = {"seqlen_q": 300, "seqlen_k": 250, "num_heads_q": 6, "num_heads_kv": 2}
+    inputs = {head_dim: inputs_of(head_dim, **sizes) for head_dim in (64, 128, 256)}
+    ways = [(64, "native", False), (64, "native", True), (256, "native", True)]
+    ways += [(128, "native", False), (128, "native", True), (128, "accurate", False)]
 
     @jax.jit
-    def gradients(main: Any) -> Any:
-        def loss(main: Any, preset: str) -> Any:
-            out = reference.attend({**y, **main}, **reference.PRESETS[preset]).out
-            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+    def gradients(inputs: Any) -> Any:
+        def loss(main: Any, options: Any) -> Any:
+            return jnp.sum(jnp.sin(reference.attend(main, **options).out.astype(jnp.float32)))
 
-        return {preset: jax.grad(loss)(main, preset) for preset in ("accurate", "native")}
+        return [
+            jax.grad(loss)(
+                inputs[head_dim], {**reference.PRESETS[preset], "deterministic": deterministic}
+            )
+            for head_dim, preset, deterministic in ways
+        ]
 
-    changed = [{n: jnp.roll(y[n], i, axis=1) * (1 + i) for n in reference.MAIN} for i in range(10)]
-    differentiated = [gradients(main) for main in changed]
+    changed = [
+        jax.tree.map(lambda x, i=i: jnp.roll(x, i, axis=1) * (1 + i), inputs) for i in range(10)
+    ]
+    differentiated = [gradients(inputs) for inputs in changed]
     leaves = jax.tree.leaves((scanned, called, differentiated))
     return {str(i): np.asarray(leaf, np.float32) for i, leaf in enumerate(leaves)}
 
