@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _attention, _compat, _explain, _option_checks, _ring, _shapes
+from jax_fa3 import _attention, _compat, _explain, _option_checks, _partition, _ring, _shapes
 from jax_fa3._images import Form
 from jax_fa3._local import Call
 from jax_fa3._option_checks import show
 from jax_fa3._parts import Float8, Local, Native, Part, Partial
 from jax_fa3._quantize import Quantization
+from jax_fa3._shapes import Operands
 
 _NAME = "context_parallel_attention"
 
@@ -74,6 +75,8 @@ def context_parallel_attention(
       TypeError: wrong dtype or kind.
       NotImplementedError, RuntimeError: as `attention`, for the local call.
     Transformations: those of `attention`, inside or around shard_map, with its checks on or off.
+      Every mesh axis that splits the arrays should be manual. Explicit ones that are not cost a
+      gradient one more forward pass; XLA gathers what automatic ones split.
       The backward pass of "ring" sends the shards around again, so its memory stays that of one
       shard, and adds up gradients in float32. Forward-mode differentiation needs "ulysses", or
       "all_gather" with precision="native", and implementation="xla". What travels as float8, and
@@ -109,7 +112,7 @@ def context_parallel_attention(
     )
     given = {"query": query, "key": key, "value": value, "softmax_scale": softmax_scale}
     _option_checks.check_arrays(_NAME, given)
-    size, index = _place_on_axis(axis_name)
+    size = _size_of_axis(axis_name)
     _check_shards(query, key, size, strategy, layout, is_causal)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     leading = query.shape[:-3]
@@ -118,12 +121,6 @@ def context_parallel_attention(
         softmax_scale = np.float32(query.shape[-1] ** -0.5)
     # A number has no gradient, so the local backward pass need not compute one.
     number = None if isinstance(softmax_scale, jax.Array) else softmax_scale
-    # NOTE: all of it varies over the axis from here on, the scale too. Otherwise its gradient would
-    # be summed over devices inside a branch that only some of them take, and they would wait for
-    # the others forever.
-    query, key, value, softmax_scale, index = _compat.mark_varying(
-        [query, key, value, jnp.asarray(softmax_scale, jnp.float32), index]
-    )
 
     def local(
         query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array, *, is_causal: bool
@@ -141,15 +138,23 @@ def context_parallel_attention(
         return out, logsumexp
 
     zigzag = bool(is_causal) and layout == "zigzag"
-    operands = (query, key, value, softmax_scale)
-    if size == 1 or 0 in (query.size, key.size):
-        out, logsumexp = local(*operands, is_causal=is_causal)
-    elif strategy == "ulysses":
-        out, logsumexp = _ulysses(*operands, local, axis_name, size, is_causal, zigzag)
-    elif strategy == "all_gather" and not is_causal:
-        key, value = (jax.lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (key, value))
-        out, logsumexp = local(query, key, value, softmax_scale, is_causal=False)
-    else:
+
+    def attend(given: Operands) -> Partial:
+        # NOTE: all of it varies over the axis from here on, the scale too. Otherwise its gradient
+        # would be summed over devices inside a branch that only some of them take, and they would
+        # wait for the others forever.
+        index = jax.lax.axis_index(axis_name)
+        query, key, value, scale, index = _compat.mark_varying([*given[:4], index])
+        operands = (query, key, value, scale)
+        if size == 1 or 0 in (query.size, key.size):
+            return local(*operands, is_causal=is_causal)
+        if strategy == "ulysses":
+            return _ulysses(*operands, local, axis_name, size, is_causal, zigzag)
+        if strategy == "all_gather" and not is_causal:
+            key, value = (
+                jax.lax.all_gather(x, axis_name, axis=1, tiled=True) for x in (key, value)
+            )
+            return local(query, key, value, scale, is_causal=False)
         names = ("query", "key", "value", "softmax_scale")
         only_cuda, constant = implementation == "cuda", number is not None
         call = Call(config, names, only_cuda, _NAME, constant, of_part=True)
@@ -163,11 +168,15 @@ def context_parallel_attention(
             part, axis_name, size, bool(is_causal), zigzag, strategy == "all_gather"
         )
         if steps.gathered and config.precision == "native":
-            prepared = steps.prepare(*operands)
-            out, logsumexp = _ring.over(steps, *prepared, softmax_scale, index)
-            out = out.astype(query.dtype)
-        else:
-            out, logsumexp = _ring.attend(steps, *operands, index)
+            out, logsumexp = _ring.over(steps, *steps.prepare(*operands), scale, index)
+            return out.astype(query.dtype), logsumexp
+        return _ring.attend(steps, *operands, index)
+
+    operands = Operands(query, key, value, jnp.asarray(softmax_scale, jnp.float32))
+    if _compat.is_explicit(query):  # with axes that no shard_map made manual
+        out, logsumexp = _partition.over_explicit_mesh(_NAME, operands, attend)
+    else:
+        out, logsumexp = attend(operands)
     out = out.reshape(*leading, *out.shape[1:])
     logsumexp = logsumexp.reshape(*leading, *logsumexp.shape[1:])
     return (out, logsumexp) if return_logsumexp else out
@@ -247,8 +256,8 @@ def _reorder(x: jax.Array, order: np.ndarray[Any, Any], axis: int) -> jax.Array:
     return jnp.take(chunks, order, axis=axis).reshape(x.shape)
 
 
-def _place_on_axis(axis_name: Any) -> tuple[int, jax.Array]:
-    """Size of the axis and this device's index on it."""
+def _size_of_axis(axis_name: Any) -> int:
+    """Number of devices along the axis."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     is_tuple = isinstance(names, tuple) and len(names) > 0
     if not is_tuple or not all(isinstance(name, str) for name in names):
@@ -262,7 +271,7 @@ def _place_on_axis(axis_name: Any) -> tuple[int, jax.Array]:
             f" {_option_checks.describe(axis_name)}."
         )
     try:
-        return int(jax.lax.axis_size(axis_name)), jax.lax.axis_index(axis_name)
+        return int(jax.lax.axis_size(axis_name))
     except NameError as error:
         raise ValueError(
             f"{_NAME}: axis_name must name a manual axis of the jax.shard_map around the call; got"

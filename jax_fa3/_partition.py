@@ -144,8 +144,10 @@ def over_explicit_mesh(
         layout.spec((*shape_q[:3], operands.value.shape[-1]), _local.OUT_LABELS),
         layout.spec((shape_q[0], shape_q[2], shape_q[1]), _local.LOGSUMEXP_LABELS),
     )
+    # NOTE: where other axes are manual already, JAX gives residuals of the inner shard_map the
+    # sharding of the outer one as well and cannot lower its gradient: there only operands are kept.
     mapped = jax.shard_map(
-        body,
+        jax.checkpoint(body) if _compat.in_manual_region() else body,
         mesh=None if in_scope else layout.mesh,
         in_specs=(specs,),
         out_specs=out_specs,

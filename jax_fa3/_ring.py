@@ -71,7 +71,10 @@ class Steps:
     def start(self, shard: Tree) -> Tree:
         """What `next` takes: the shards of all devices where they are gathered, else this one."""
         if self.gathered:
-            return jax.tree.map(lambda x: jax.lax.all_gather(x, self.axis_name), shard)
+            # NOTE: along an axis of size 1; a gather that adds one takes no symbolic batch.
+            return jax.tree.map(
+                lambda x: jax.lax.all_gather(x[None], self.axis_name, tiled=True), shard
+            )
         return _packed(shard)
 
     def next(
@@ -103,8 +106,8 @@ class Steps:
         def one(*arrays: jax.Array) -> jax.Array:
             by_device = (index - jnp.arange(self.size)) % self.size
             ordered = jnp.take(jnp.stack(arrays), by_device, axis=0)
-            total: jax.Array = jax.lax.psum_scatter(ordered, self.axis_name)
-            return total
+            total: jax.Array = jax.lax.psum_scatter(ordered, self.axis_name, tiled=True)
+            return total[0]
 
         return jax.tree.map(one, *of_steps)
 

@@ -124,6 +124,50 @@ class TestPrograms:
         fn = parallel(mesh, strategy=strategy, layout=layout, is_causal=True)
         assert set(collectives(fn, *args)) == {COLLECTIVE[strategy]}
 
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_an_explicit_axis_that_is_not_manual_is_not_gathered(self, strategy: str) -> None:
+        args = inputs(seqlen_q=8, seqlen_k=8, heads_q=4, heads_kv=2, dtype=jnp.float32)
+
+        options: dict[str, Any] = {"strategy": strategy, "is_causal": True, "precision": "native"}
+
+        def local(*args: Any) -> Any:
+            return jax_fa3.context_parallel_attention(*args, axis_name="cp", **options)
+
+        def loss(fn: Any) -> Any:
+            return jax.value_and_grad(lambda *args: jnp.sum(jnp.cos(fn(*args))), (0, 1, 2))
+
+        plain = attend("xla", precision="native", is_causal=True)
+        want = jax.jit(loss(lambda *args: plain(*args)[0]))(*args)
+        mesh = jax.make_mesh((2, 2), ("dp", "cp"), devices=jax.devices("cpu")[:4])
+        spec = P(None, "cp")
+        with jax.set_mesh(mesh):
+            fn = jax.shard_map(local, in_specs=(spec,) * 3, out_specs=spec, axis_names={"cp"})
+            sharded = jax.device_put(args, jax.sharding.NamedSharding(mesh, P("dp", "cp")))
+            # Some versions of JAX gather around any shard_map of this kind.
+            nothing = jax.shard_map(jnp.sin, in_specs=spec, out_specs=spec, axis_names={"cp"})
+            unavoidable = set(collectives(nothing, sharded[0]))
+            assert set(collectives(fn, *sharded)) == {COLLECTIVE[strategy]} | unavoidable
+            assert_close(jax.jit(loss(fn))(*sharded), want, EXACT)
+
+    @pytest.mark.parametrize(
+        ("strategy", "precision"),
+        [("all_gather", "native"), ("all_gather", "fp8"), ("ring", "fp8")],
+    )
+    @pytest.mark.usefixtures("extension")
+    def test_exported_with_a_symbolic_batch(self, strategy: str, precision: str) -> None:
+        (batch,) = jax.export.symbolic_shape("batch")
+        structs = [
+            jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
+            for x in inputs(seqlen_q=8, seqlen_k=8)
+        ]
+        fn = parallel(mesh_of(2), strategy=strategy, precision=precision, is_causal=True)
+        exported = jax.export.export(
+            jax.jit(pull(fn)),
+            platforms=("cpu", "cuda"),
+            disabled_checks=jax_fa3.export_disabled_checks(),
+        )(*structs)
+        assert "jax_fa3_bwd" in calls(exported.mlir_module())
+
     @pytest.mark.usefixtures("extension")
     @pytest.mark.parametrize(
         ("strategy", "layout", "kernels"),
