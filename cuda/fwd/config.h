@@ -55,8 +55,9 @@ struct FwdFp8D128 {
   static constexpr float kHeadroom = 2.0f;
 };
 
-// Output and its short sums would take 264 registers: P V runs in slices of columns
-// (math_sliced.cuh), and every block is promoted.
+// Output and its short sums would take 264 registers: the first kPromoteEvery blocks are summed
+// where the output stands, P V of the others runs in slices of columns (math_sliced.cuh), and each
+// of them is promoted.
 template <class ElementType, Exp2 kMode>
 struct FwdFp8D256 {
   using Element = ElementType;
@@ -66,7 +67,7 @@ struct FwdFp8D256 {
   static constexpr Seam kSeam = Seam::kPlain;
   static constexpr bool kTwoProbBuffers = false;
   static constexpr Exp2 kExp2 = kMode;
-  static constexpr int kMufuEighths = 4, kPromoteEvery = 1;
+  static constexpr int kMufuEighths = 4, kPromoteEvery = 4;
   static constexpr float kHeadroom = 2.0f;
 };
 
