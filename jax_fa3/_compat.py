@@ -12,9 +12,10 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 
 if jax.__version_info__ < (0, 10, 2):  # first, since what follows is not in every older release
     raise ImportError(
@@ -127,11 +128,27 @@ def known_split(x: Any) -> tuple[Any, ...]:
     return split_of(jax.typeof(x)) if is_explicit(x) else (None,) * x.ndim
 
 
+class Placed(NamedTuple):
+    """An operand or result as the partitioner knows it.
+
+    split: as `split_of` gives it; a mesh axis stands at every axis of the array that it has a part
+    in splitting, since Shardy may split two of them by parts of one mesh axis.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+    split: tuple[Any, ...]
+
+
 def split_of(x: Any) -> tuple[Any, ...]:
-    """Mesh axes that split each axis of x (array, type or struct), None where none does.
+    """Mesh axes that split each axis of x (array, type, struct or `Placed`), major first; None
+    where none does.
 
     A mesh axis of one device splits nothing.
     """
+    if isinstance(x, Placed):
+        return x.split
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return (None,) * len(x.shape)
@@ -143,6 +160,29 @@ def split_of(x: Any) -> tuple[Any, ...]:
 
     entries = tuple(splitting(entry) for entry in sharding.spec)
     return entries + (None,) * (len(x.shape) - len(entries))
+
+
+def _placed(mesh: Any, x: Any) -> Placed:
+    """x, whose sharding is in XLA's terms: each axis in tiles, each tile on its devices."""
+    rank = len(x.shape)
+    tiling = None if x.sharding is None else x.sharding._to_xla_hlo_sharding(rank)
+    if tiling is None or not tiling.is_tiled():
+        return Placed(tuple(x.shape), x.dtype, x.sharding, (None,) * rank)
+    shape = tiling.tile_assignment_dimensions()
+    tiles = np.empty((mesh.size, rank), np.int64)
+    tiles[tiling.tile_assignment_devices()] = np.argwhere(np.ones(shape, bool))[:, :rank]
+    tiles = tiles.reshape(*mesh.devices.shape, rank)
+    # How many tiles the first and the last device along a mesh axis are apart: more for major ones.
+    steps = {
+        axis: (tiles.take(-1, k) - tiles.take(0, k)).reshape(-1, rank).max(axis=0)
+        for k, axis in enumerate(mesh.axis_names)
+    }
+
+    def splitting(i: int) -> tuple[str, ...] | None:
+        axes = [axis for axis in mesh.axis_names if steps[axis][i] > 0]
+        return tuple(sorted(axes, key=lambda axis: -steps[axis][i])) or None
+
+    return Placed(tuple(x.shape), x.dtype, x.sharding, tuple(map(splitting, range(rank))))
 
 
 def partition_spec(*entries: Any) -> PartitionSpec:
@@ -244,12 +284,25 @@ def partitioned(
 ) -> Callable[..., Any]:
     """fn with its own partitioning under jit, for Shardy (the rule) and GSPMD (infer).
 
+    partition and infer get operands and results as `Placed`; JAX itself would refuse what splits an
+    axis by a part of a mesh axis.
+
     fn may close over array constants: jit keeps them out of custom_partitioning's sight, which
     takes none.
     """
+
+    def placed(callback: Callable[..., Any]) -> Callable[..., Any]:
+        def run(mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+            return callback(mesh, *([_placed(mesh, x) for x in xs] for xs in (args, results)))
+
+        return run
+
     op: Any = custom_partitioning(jax.jit(fn))  # type: ignore[no-untyped-call, unused-ignore]
     op.def_partition(
-        partition=partition, infer_sharding_from_operands=infer, sharding_rule=sharding_rule
+        partition=placed(partition),
+        infer_sharding_from_operands=placed(infer),
+        sharding_rule=sharding_rule,
+        decode_shardings=False,
     )
     call: Callable[..., Any] = op
     return call

@@ -57,15 +57,6 @@ def axes_of(entry: Any) -> Axes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def spec_of(x: Any) -> tuple[Any, ...]:
-    """One entry per axis of x; None where nothing is known to split it."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return (None,) * len(x.shape)
-    spec = tuple(sharding.spec)
-    return spec + (None,) * (len(x.shape) - len(spec))
-
-
 def whole_prefix(mesh: Mesh | AbstractMesh, axes: Axes, size: int, used: set[str]) -> Axes:
     """Longest prefix of axes, free of used ones, whose device count divides size."""
     taken: list[str] = []
@@ -86,15 +77,15 @@ def layout_of(mesh: Mesh | AbstractMesh, operands: Mapping[str, Any]) -> Layout:
     batch: list[Axes] = []
     for axis, size in enumerate(full):
         entries = [
-            axes_of(spec_of(operands[name])[axis])
+            axes_of(_compat.split_of(operands[name])[axis])
             for name in ("query", "key", "value")
             if operands[name].shape[axis] != 1
         ]
         batch.append(whole_prefix(mesh, next((a for a in entries if a), ()), size, used))
         used.update(batch[-1])
     heads_q, heads_kv = operands["query"].shape[-2], operands["key"].shape[-2]
-    entries = [axes_of(spec_of(operands["query"])[-2])]
+    entries = [axes_of(_compat.split_of(operands["query"])[-2])]
     if heads_q == heads_kv:
-        entries += [axes_of(spec_of(operands[name])[-2]) for name in ("key", "value")]
+        entries += [axes_of(_compat.split_of(operands[name])[-2]) for name in ("key", "value")]
     heads = whole_prefix(mesh, next((a for a in entries if a), ()), heads_q, used)
     return Layout(mesh, tuple(batch), heads, whole_prefix(mesh, heads, heads_kv, set()))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jax_fa3 import _compat, _grad, _local
-from jax_fa3._layout import Axes, Layout, axes_of, layout_of, spec_of, whole_prefix
+from jax_fa3._layout import Layout, axes_of, layout_of
 from jax_fa3._local import Call
 from jax_fa3._shapes import Operands
 
@@ -172,21 +172,12 @@ def whole(function: str, argument: str) -> Callable[..., Arrays]:
     def jax_fa3_whole(x: jax.Array) -> Arrays:
         return (x,)
 
-    def sharding(mesh: Mesh, args: Sequence[Any]) -> NamedSharding:
-        (x,) = args
-        named = (*[""] * (len(x.shape) - len(labels)), *labels)
-        spec: list[Axes | None] = []
-        for size, entry, label in zip(x.shape, spec_of(x), named, strict=True):
-            axes = () if label in _WHOLE else whole_prefix(mesh, axes_of(entry), size, set())
-            spec.append(axes or None)
-        return NamedSharding(mesh, _compat.partition_spec(*spec))
-
     def infer(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
-        return (sharding(mesh, args),)
+        return (args[0].sharding,)
 
     def partition(mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
         check_whole(function, {argument: args[0]})
-        same = sharding(mesh, args)
+        same = args[0].sharding
         return mesh, jax_fa3_whole, (same,), (same,)
 
     rule = _rule([labels], [labels])

@@ -83,6 +83,48 @@ def test_fewer_kv_heads_than_shards(mesh: Mesh, heads_q: int, heads_kv: int) -> 
     assert set(collectives(grad, *sharded)) <= {"all-reduce", "all-gather"}
 
 
+@pytest.mark.parametrize("fn", [NATIVE, PLAIN], ids=["kernel", "xla"])
+@pytest.mark.parametrize(("heads_kv", "spec"), [(4, P(None, None, ("dp", "tp"))), (2, FREE[0])])
+def test_kv_heads_that_a_part_of_a_mesh_axis_would_split(
+    mesh: Mesh, heads_kv: int, spec: Any, fn: Any
+) -> None:
+    """Query heads over more devices: the XLA path lets Shardy split KV heads by a part of "tp"."""
+    args = inputs(lead=(2,), heads_q=8, heads_kv=heads_kv)
+    sharded = put(mesh, args, spec, P(), P())
+
+    def both(fn: Any) -> Any:
+        return jax.jit(lambda *x: (*fn(*x), *jax.grad(loss_of(fn), (0, 1, 2))(*x)))
+
+    got = both(fn)(*sharded)
+    assert_close(got, both(PLAIN)(*args))
+    assert spec_of(got[0]) == (*spec, None)
+
+
+@pytest.mark.parametrize("fn", [NATIVE, PLAIN], ids=["kernel", "xla"])
+def test_projections_split_more_ways_than_heads(mesh: Mesh, fn: Any) -> None:
+    """Features over four devices: six heads are then split by a part of "tp", one head is split
+    itself."""
+    rng = np.random.default_rng(0)
+
+    def run(x: Any, *weights: Any) -> Any:
+        return fn(*((x @ w).reshape(*x.shape[:2], -1, 64) for w in weights))
+
+    def arrays(*heads: int) -> list[Any]:
+        x = rng.standard_normal((2, 5, 32))
+        weights = [rng.standard_normal((32, n * 64)) / 6 for n in heads]
+        args = [jnp.asarray(a, jnp.bfloat16) for a in (x, *weights)]
+        return put(mesh, args, P("dp"), *[P(None, "tp")] * 3)
+
+    args = arrays(6, 3, 3)
+    whole = [jnp.asarray(np.asarray(x)) for x in args]
+    checked = jax.jit(jax.grad(loss_of(run), (0, 1, 2, 3)) if fn is NATIVE else run)
+    assert_close(checked(*args), checked(*whole), 4e-2)
+    message = r"head_dim axis of \w+ must not be sharded; got it sharded over mesh axes \('tp',\)"
+    for heads_kv in (2, 1):  # two heads over four devices: both axes by a part of "tp"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.jit(run)(*arrays(8, heads_kv, heads_kv))
+
+
 def test_replicated_key_and_value_get_the_whole_gradient(mesh: Mesh) -> None:
     args = inputs(**SIZES)
     sharded = put(mesh, args, P("dp", None, "tp"), P(), P())
