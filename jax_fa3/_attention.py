@@ -344,14 +344,14 @@ def _xla_jit(
     def jax_fa3_attention_xla(operands: Operands) -> tuple[jax.Array, jax.Array]:
         if function is not None:
             arrays = _local.present(operands)
-            operands = Operands(**{name: _whole(function, name, x) for name, x in arrays.items()})
+            operands = Operands(**{name: whole(function, name, x) for name, x in arrays.items()})
         out, logsumexp = _reference.attention(operands, config)
         return out, logsumexp
 
     return jax.jit(jax_fa3_attention_xla)
 
 
-def _whole(function: str, name: str, x: jax.Array) -> jax.Array:
+def whole(function: str, name: str, x: jax.Array) -> jax.Array:
     """x; compiling for several devices raises when they split an axis that XLA would gather."""
     if not _partition.must_be_whole(name):
         return x

@@ -197,7 +197,7 @@ def _check_shapes(name: str, query: Any, key: Any, value: Any) -> Dims:
         if not options.has_shape(array):
             raise TypeError(f"{name}: {operand} must be an array; got {type(array).__name__}.")
         options.dtype_of(name, operand, array)
-        _check_known_sizes(name, operand, array)
+        check_known_sizes(name, operand, array)
     if len(query.shape) < 3:
         raise ValueError(
             f"{name}: query must have shape [..., seqlen_q, num_heads_q, head_dim] (rank 3 or"
@@ -236,7 +236,7 @@ def _check_shapes(name: str, query: Any, key: Any, value: Any) -> Dims:
     return Dims(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim, value.shape[-1])
 
 
-def _check_known_sizes(name: str, operand: str, array: Any) -> None:
+def check_known_sizes(name: str, operand: str, array: Any) -> None:
     """Batch and heads may be symbolic (`jax.export`); the loop over blocks needs the others."""
     shape = tuple(array.shape)
     for axis, what in ((-3, "seqlen"), (-1, "head_dim")):

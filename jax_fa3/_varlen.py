@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa3 import _attention, _compat, _option_checks
+from jax_fa3 import _attention, _compat, _option_checks, _partition, _shapes
 from jax_fa3._quantize import Quantization
 
 _NAME = "attention_varlen"
@@ -78,10 +78,14 @@ def attention_varlen(
                 f"{_NAME}: {argument} must have shape [total, num_heads, head_dim]; "
                 f"got {list(x.shape)}."
             )
+        _shapes.check_known_sizes(_NAME, argument, x)
         if x.shape[0] >= 2**31:
             raise NotImplementedError(
                 f"{_NAME}: {argument} must have fewer than 2^31 packed rows; got {list(x.shape)}."
             )
+    query, key, value = (
+        _whole(argument, x) for argument, x in {"query": query, "key": key, "value": value}.items()
+    )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{_NAME}: key must have shape [total_k, num_heads_kv, {query.shape[2]}] (head_dim of "
@@ -137,6 +141,15 @@ def attention_varlen(
         return packed
     rows = _pack(jnp.swapaxes(logsumexp, 1, 2), starts_q, lengths_q, total, -jnp.inf)
     return packed, jnp.swapaxes(rows, 0, 1)
+
+
+def _whole(argument: str, x: jax.Array) -> jax.Array:
+    """x; packed rows that are split are refused, as soon as it is known that they are."""
+    _partition.refuse_sharded(_NAME, argument, x.shape, _compat.known_split(x))
+    is_typed = _compat.in_manual_region() or _compat.is_explicit(x)
+    if is_typed or not isinstance(x, jax.core.Tracer):
+        return x
+    return _attention.whole(_NAME, argument, x)
 
 
 def _check_max(argument: str, value: Any) -> int:
@@ -196,8 +209,14 @@ def _pack(
 ) -> jax.Array:
     """Inverse of `_unpack`: rows of no sequence get fill."""
     sequences, length = padded.shape[:2]
-    offset = jnp.arange(length, dtype=jnp.int32)
-    target = jnp.where(offset < lengths[:, None], starts[:, None] + offset, total)
-    empty = jnp.full((total, *padded.shape[2:]), fill, padded.dtype)
+    if 0 in (total, sequences, length):
+        return jnp.full((total, *padded.shape[2:]), fill, padded.dtype)
+    rows = jnp.arange(total, dtype=jnp.int32)
+    # The last sequence that starts at or before the row: empty ones start with their successor.
+    sequence = jnp.searchsorted(starts, rows, side="right").astype(jnp.int32) - 1
+    offset = rows - starts[sequence]
+    owned = offset < jnp.minimum(lengths[sequence], length)
     flat = padded.reshape(sequences * length, *padded.shape[2:])
-    return empty.at[target.reshape(-1)].set(flat, mode="drop")
+    # A gather, which keeps heads where an explicit mesh has them; a scatter would name no sharding.
+    picked = jnp.take(flat, sequence * length + offset, axis=0, mode="clip")
+    return jnp.where(owned.reshape(total, *(1,) * (flat.ndim - 1)), picked, fill)

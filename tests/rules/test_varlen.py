@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rules.support import assert_close, inputs
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from rules.sharded import NEEDS_EIGHT, put, spec_of
+from rules.support import assert_close, collectives, inputs
 
 import jax_fa3
 
@@ -116,6 +120,52 @@ def test_vmap_of_other_axes_and_twice(axis: int) -> None:
         *(jnp.moveaxis(x, 1, axis + 1) for x in many)
     )
     assert_close(twice[1, 0], one(*(x[1, 0] for x in many)), 1e-5)
+
+
+@NEEDS_EIGHT
+class TestSharding:
+    def rows(self, mesh: Mesh, *specs: Any) -> list[jax.Array]:
+        args = inputs(lead=(), seqlen_q=24, seqlen_k=24, heads_q=8, heads_kv=4, dtype=jnp.float32)
+        return put(mesh, args, *specs)
+
+    def test_rows_are_refused(self, mesh: Mesh, explicit: Mesh) -> None:
+        message = r"attention_varlen: the seqlen axis of key must not be sharded; got .*'tp'"
+        args = self.rows(mesh, P(), P("tp"), P())
+        with pytest.raises(ValueError, match=f"^{message}"):
+            varlen(*args)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.jit(varlen)(*args)
+        with jax.set_mesh(explicit), pytest.raises(ValueError, match=f"^{message}"):
+            jax.jit(varlen)(*self.rows(explicit, P(), P("tp"), P()))
+
+    @pytest.mark.parametrize("kind", ["mesh", "explicit"])
+    def test_heads_need_no_collective(self, kind: str, request: pytest.FixtureRequest) -> None:
+        mesh = request.getfixturevalue(kind)
+
+        def run(*args: Any) -> Any:
+            return varlen(*args, precision="native", is_causal=True)
+
+        def loss(*args: Any) -> Any:
+            return jnp.sum(jnp.cos(run(*args)[0]))
+
+        grad = jax.grad(loss, (0, 1, 2))
+        whole = [jnp.asarray(np.asarray(x)) for x in self.rows(mesh, P(), P(), P())]
+        with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+            args = self.rows(mesh, *[P(None, "tp")] * 3)
+            assert collectives(run, *args) == []
+            out, _ = jax.jit(run)(*args)
+            assert spec_of(out) == (None, "tp", None)
+            grads = jax.jit(grad)(*args)
+        assert_close((out, *grads), (run(*whole)[0], *jax.jit(grad)(*whole)), 1e-4)
+
+
+def test_symbolic_rows_are_refused_in_one_sentence() -> None:
+    structs = jax.export.symbolic_args_specs(packed(), ("t, 6, 64", "t, 3, 64", "t, 3, 64"))
+    message = (
+        r"^attention_varlen: query must have a seqlen known at trace time .*; got \[t, 6, 64\]"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(varlen, *structs)
 
 
 def test_nothing_at_all() -> None:
