@@ -1,8 +1,9 @@
 """Precision and dtype x transformation x sharding: every pair of two of them occurs in some case.
 
 All 6 x 6 x 6 cases would take minutes. The 36 here are a Latin square: each (dtype, precision) has
-each transformation once, and each of both has each sharding once. What is compared with is dense
-attention in float32 on one device, written here.
+each transformation once, and each of both has each sharding once. Float8 keys and values, whose
+gradient is that of query alone, come with each transformation and each sharding once. What is
+compared with is dense attention in float32 on one device, written here.
 """
 
 from __future__ import annotations
@@ -158,6 +159,98 @@ def test_case(dtype: Any, precision: str, transform: str, sharding: str) -> None
         assert a.dtype in (dtype, jnp.float32)
         error = np.abs(np.asarray(a, np.float64) - b).max() / np.abs(b).max()
         assert error < limit, error
+
+
+def of_query(run: Callable[..., Any], fn: Any) -> Callable[..., Any]:
+    """run of fn(query, rest), where rest are the operands without a gradient."""
+
+    def of_all(query: Any, key: Any, value: Any, scale: Any, dout: Any, dlse: Any) -> Any:
+        rest = key, value, scale
+        return run(lambda query, rest: fn(query, *rest), query, rest, dout, dlse)
+
+    return of_all
+
+
+def pulled(fn: Any, query: Any, rest: Any, dout: Any, dlse: Any) -> Any:
+    results, pull = jax.vjp(lambda x: fn(x, rest), query)
+    return results, pull((dout.astype(results[0].dtype), dlse))
+
+
+def scanned(fn: Any, query: Any, rest: Any, dout: Any, dlse: Any) -> Any:
+    def layers(query: Any) -> Any:
+        def layer(x: Any, weight: Any) -> Any:
+            out, logsumexp = fn(x * weight, rest)
+            return out.astype(x.dtype), logsumexp
+
+        body = jax.checkpoint(layer, policy=jax_fa3.checkpoint_policy())
+        return jax.lax.scan(body, query, jnp.array([1.0, 0.5], query.dtype))
+
+    results, pull = jax.vjp(layers, query)
+    return results, pull((dout.astype(results[0].dtype), jnp.stack([dlse, -dlse])))
+
+
+OF_FLOAT8: dict[str, Callable[..., Any]] = {
+    "jit": lambda fn, query, rest, dout, dlse: fn(query, rest),
+    "grad": pulled,
+    "vmap": lambda fn, query, rest, dout, dlse: jax.vmap(fn)(query, rest),
+    "vmap_of_grad": lambda fn, *args: jax.vmap(functools.partial(pulled, fn))(*args),
+    "grad_of_vmap": lambda fn, *args: pulled(jax.vmap(fn), *args),
+    "scan_remat": scanned,
+}
+
+
+@pytest.mark.parametrize(("transform", "sharding"), [*zip(OF_FLOAT8, SHARDINGS, strict=True)])
+def test_float8_keys_and_values(transform: str, sharding: str) -> None:
+    """Of both kinds, with a factor for each example and head; query is float8 where it may be."""
+    heads_kv, is_mapped = 2 if sharding == "wide" else 4, "vmap" in transform
+    is_narrow = transform in ("jit", "vmap")
+    kind = AxisType.Explicit if sharding == "explicit" else AxisType.Auto
+    mesh = Mesh(
+        np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("dp", "tp"), axis_types=(kind,) * 2
+    )
+    specs = SHARDINGS[sharding]
+    by_heads = [P(s[0] if len(s) else None, s[2] if len(s) > 2 else None) for s in specs]
+    query, key, value, dout, dlse = arrays(is_mapped, heads_kv)
+    query, key, value = (
+        jnp.asarray(query, jnp.float8_e4m3fn if is_narrow else jnp.bfloat16),
+        jnp.asarray(key, jnp.float8_e4m3fn),
+        jnp.asarray(value, jnp.float8_e5m2),
+    )
+    scale = np.linspace(0.5, 1.5, key.size // 6 // HEAD_DIM, dtype=np.float32)
+    scale = scale.reshape(*key.shape[:-3], heads_kv)
+
+    def fn(query: Any, key: Any, value: Any, scale: Any) -> Any:
+        options = {"query_descale": 0.7} if is_narrow else {}
+        return attend(is_causal=True, key_descale=scale, value_descale=scale, **options)(
+            query, key, value
+        )
+
+    def plain(query: Any, key: Any, value: Any, scale: Any) -> Any:
+        wide = (x.astype(jnp.float32) for x in (query, key, value))
+        factors = (0.7 if is_narrow else 1.0), *[scale[..., None, :, None]] * 2
+        return dense(*(x * factor for x, factor in zip(wide, factors, strict=True)))
+
+    operands = query, key, value, scale, dout, dlse
+    want = jax.jit(of_query(OF_FLOAT8[transform], plain))(*operands)
+    if sharding == "shard_map":
+        fn = jax.shard_map(
+            fn, mesh=mesh, in_specs=(*specs, by_heads[1]), out_specs=(specs[0], by_heads[0])
+        )
+    run = of_query(OF_FLOAT8[transform], fn)
+    with jax.set_mesh(mesh) if sharding == "explicit" else contextlib.nullcontext():
+        of_all = (*specs, by_heads[1], specs[0], by_heads[0])
+        own = [P(None, *spec) if is_mapped else spec for spec in of_all]
+        args = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(operands, own, strict=True)
+        ]
+        got = jax.jit(run)(*args)
+        if transform == "jit":
+            assert collectives(run, *args) == []
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape
+        error = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max()
+        assert error < LIMITS["fp8"] * np.abs(np.asarray(b, np.float64)).max(), error
 
 
 def test_every_pair_occurs() -> None:
