@@ -84,6 +84,17 @@ def test_cross_attention(api: str) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+def test_a_triangle_is_never_taken_for_another(api: str, alignment: str) -> None:
+    """Five rows, seven keys: each alignment has a triangle of its own."""
+    options = {"causal_alignment": alignment}
+    for shift in (0, SEQLEN_K - SEQLEN_Q):
+        mask = jnp.tri(SEQLEN_Q, SEQLEN_K, shift)[None, None]
+        expected = linen.dot_product_attention(*QKV, mask=mask)
+        assert_close(direct(api, mask=mask, options=options), expected, TOLERANCE)
+
+
+@BOTH
 def test_gradients(api: str) -> None:
     def gradient(fn: Any, mask: str) -> Any:
         attend = layer(api, fn)

@@ -32,7 +32,7 @@ pytestmark = [
 SHARDINGS: dict[str, tuple[Any, Any, Any]] = {
     "batch": (P("dp"), P("dp"), P("dp")),
     "both": (P("dp", None, "tp"), P("dp", None, "tp"), P("dp", None, "tp")),
-    "wide": (P(None, None, ("dp", "tp")), P(), P()),
+    "wide": (P(None, None, ("tp", "dp")), P(), P()),
     "mixed": (P("dp"), P(None, None, "tp"), P()),
     "explicit": (P("dp", None, "tp"), P("dp", None, "tp"), P("dp", None, "tp")),
     "shard_map": (P("dp", None, "tp"), P("dp", None, "tp"), P("dp", None, "tp")),
