@@ -55,7 +55,7 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
         help="length of one turn (default: 0.3 sustained, 0.018 burst)",
     )
     text.add_list_flag(parser, "--groups", [1], about="query heads of a key head")
-    add("--rounds", type=text.positive_int, default=3, help="turns of each contender (default 3)")
+    add("--rounds", type=text.positive_int, default=5, help="turns of each contender (default 5)")
     add("--json", type=Path, metavar="FILE", help="write a result file, after every shape")
     add("--plot", type=Path, metavar="FILE", help="write a plot (needs matplotlib)")
     add(

@@ -1,4 +1,4 @@
-"""Timing on the device: contenders take turns (A B A B ...), each turn is one queue of launches.
+"""Timing on the device: contenders take turns, each turn is one queue of launches.
 
 Nothing is read back inside a turn: launches are queued and the last one is waited for, so the host
 costs nothing as long as it queues faster than the device works. Very short calls are therefore put
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from typing import Any
 
 import jax
 
-# A call shorter than this is launched several times per program.
-SHORT_S = 200e-6
+# A call shorter than this is launched several times per program. It is far more than a launch takes
+# the host, so that a first estimate which the host has disturbed never leaves a turn to its speed.
+SHORT_S = 1e-3
 LAUNCHES_OF_SHORT = 8
 # Untimed part of a sustained turn, in which clocks adapt to the new contender.
 _LEAD = 0.2
@@ -100,7 +102,8 @@ def take_turns(
 ) -> dict[str, Turns]:
     """Every side once per round, `rounds` times; results by name.
 
-    The order rotates from round to round, so that no side always follows the same neighbour.
+    Each round draws its order anew, the same in every run: a card at its power limit starts a turn
+    at the clock of the turn before, which must not always be the same side's.
     """
     if not sides or rounds < 1:
         raise ValueError(f"take_turns: sides and rounds must be given; got {len(sides)}, {rounds}.")
@@ -110,10 +113,9 @@ def take_turns(
         for name, side in sides.items()
     }
     turns = {name: Turns() for name in sides}
-    names = list(sides)
-    for number in range(rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+    drawn = random.Random(0)
+    for _ in range(rounds):
+        for name in drawn.sample(list(sides), len(sides)):
             side, count = sides[name], counts[name]
             if regime.idle_s:
                 time.sleep(regime.idle_s)

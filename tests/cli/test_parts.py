@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import stat
 import sys
@@ -93,16 +94,24 @@ def test_grid_is_the_papers():
     assert shapes[-1].flops * 2 == shapes[-2].flops
 
 
-def test_turns_alternate_and_rotate():
+def test_turns_come_in_every_order():
     order = []
 
     def side(name):
         return Side(lambda: order.append(name), lambda _: None)
 
-    regime = Regime("test", 0.0, 1e-4)  # one launch per turn, idling instead of a lead
-    turns = timing.take_turns({"a": side("a"), "b": side("b")}, regime, 4)
-    assert "".join(order[-8:]) == "abbaabba"
-    assert [len(turns[name].ms) for name in "ab"] == [4, 4]
+    regime = Regime("test", 0.0, 1e-6)  # one launch per turn, idling instead of a lead
+    runs = []
+    for _ in range(2):
+        order.clear()
+        turns = timing.take_turns({name: side(name) for name in "abc"}, regime, 30)
+        runs.append("".join(order[-90:]))
+    assert runs[0] == runs[1]
+    assert all(sorted(runs[0][i : i + 3]) == ["a", "b", "c"] for i in range(0, 90, 3))
+    assert {before + after for before, after in itertools.pairwise(runs[0])} >= {
+        before + after for before, after in itertools.permutations("abc", 2)
+    }
+    assert [len(turns[name].ms) for name in "abc"] == [30, 30, 30]
     assert all(start < end for start, end in turns["a"].spans)
 
 
