@@ -79,10 +79,6 @@ def attention_varlen(
                 f"got {list(x.shape)}."
             )
         _shapes.check_known_sizes(_NAME, argument, x)
-        if x.shape[0] >= 2**31:
-            raise NotImplementedError(
-                f"{_NAME}: {argument} must have fewer than 2^31 packed rows; got {list(x.shape)}."
-            )
     query, key, value = (
         _whole(argument, x) for argument, x in {"query": query, "key": key, "value": value}.items()
     )
