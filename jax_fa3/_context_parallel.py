@@ -322,4 +322,12 @@ def _check_zigzag(function: str, x: Any, num_shards: Any, axis: Any) -> tuple[in
             f" {axis}; got {show(shape)}."
         )
     _option_checks.check_array(function, "x", x)  # x has an axis, so it is no number
-    return num_shards, axis % len(shape)
+    axis %= len(shape)
+    split = _compat.split_of(jax.typeof(x))[axis] if _compat.is_explicit(x) else None
+    if split is not None:
+        raise ValueError(
+            f"{function}: axis {axis} of x must not be sharded on an explicit mesh (its chunks"
+            f" change places); got it sharded over mesh axes {split!r}. Reorder the whole array"
+            " first, or make it whole with jax.reshard."
+        )
+    return num_shards, axis

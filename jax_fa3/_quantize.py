@@ -212,7 +212,10 @@ def dequantize(quantized: QuantizedTensor, dtype: Any = jnp.float32) -> jax.Arra
     if quantized.granularity == "tensor":
         factor = descale.reshape(descale.shape + (1,) * (values.ndim - descale.ndim))
     elif quantized.granularity == "head":
-        factor = jnp.repeat(descale, heads // descale.shape[-1], axis=-1)[..., None, :, None]
+        # Not jnp.repeat, which asks for a sharding on explicit meshes.
+        group = heads // descale.shape[-1]
+        grouped = jnp.broadcast_to(descale[..., None], (*descale.shape, group))
+        factor = grouped.reshape(*descale.shape[:-1], heads)[..., None, :, None]
     elif quantized.granularity == "row":
         factor = descale[..., None]
     else:

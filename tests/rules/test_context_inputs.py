@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rules.sequences import (
     NEEDS_EIGHT,
     mesh_of,
     parallel,
 )
+from rules.sharded import put
 from rules.support import (
     inputs,
 )
@@ -31,6 +33,16 @@ class TestZigzag:
         np.testing.assert_array_equal(jax_fa3.zigzag_unshard(moved, 3), x)
         other = jax_fa3.zigzag_shard(jnp.swapaxes(x, 1, 2), 3, axis=-1)
         np.testing.assert_array_equal(jnp.swapaxes(other, 1, 2), moved)
+
+    def test_on_an_explicit_mesh(self, explicit: Mesh) -> None:
+        x = jnp.arange(4 * 16 * 3.0).reshape(4, 16, 3)
+        by_batch, by_rows = put(explicit, (x, x), P("dp"), P("dp", "tp"))
+        with jax.set_mesh(explicit):
+            moved = jax.jit(lambda x: jax_fa3.zigzag_shard(x, 4))(by_batch)
+            message = r"^zigzag_shard: axis 1 of x must not be sharded on .*; got .*\('tp',\)"
+            with pytest.raises(ValueError, match=message):
+                jax.eval_shape(lambda x: jax_fa3.zigzag_shard(x, 4), by_rows)
+        np.testing.assert_array_equal(moved, jax_fa3.zigzag_shard(x, 4))
 
     @pytest.mark.parametrize("function", ["zigzag_shard", "zigzag_unshard"])
     def test_refusals(self, function: str) -> None:

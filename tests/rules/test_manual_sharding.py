@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from rules.sharded import NEEDS_EIGHT, PLAIN, SIZES, put, spec_of
 from rules.support import assert_close, attend, collectives, inputs, loss_of
 
+import jax_fa3
+
 pytestmark = [pytest.mark.usefixtures("extension"), NEEDS_EIGHT]
 
 
@@ -210,3 +212,19 @@ class TestExplicitMesh:
             assert set(collectives(outside, *sharded)) == unavoidable
             for pull in (jax.grad(loss(outside), (0, 1, 2)), inside):
                 assert_close(jax.jit(pull)(*sharded), want_grads)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "row", "channel"])
+def test_quantised_tensors_on_an_explicit_mesh(explicit: Mesh, granularity: str) -> None:
+    x = inputs(**SIZES)[0]
+
+    def both_ways(x: Any) -> Any:
+        options: dict[str, Any] = {"num_heads_kv": 4} if granularity == "head" else {}
+        quantized = jax_fa3.quantize(x, granularity=granularity, **options)
+        return quantized.descale, jax_fa3.dequantize(quantized, x.dtype)
+
+    with jax.set_mesh(explicit):
+        (sharded,) = put(explicit, [x], P("dp", None, "tp"))
+        descale, again = jax.jit(both_ways)(sharded)
+    assert spec_of(again) == ("dp", None, "tp", None)
+    assert_close((descale, again), both_ways(x), 1e-2)
