@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from rules.support import attend, calls, cuda_text, executions, inputs, loss_of
 
 import jax_fa3
@@ -238,6 +240,25 @@ class TestExport:
         (batch,) = jax.export.symbolic_shape("batch")
         structs = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in inputs()]
         assert calls(self.exported(attend(), *structs).mlir_module()) == FP8_CALLS
+
+    @pytest.mark.skipif(len(jax.devices("cpu")) < 2, reason="needs two CPU devices")
+    def test_a_program_of_several_devices(self) -> None:
+        """docs/sharding.md says which."""
+
+        def on_mesh(kind: AxisType) -> tuple[Any, list[Any]]:
+            mesh = jax.make_mesh((2,), ("dp",), (kind,), devices=jax.devices("cpu")[:2])
+            own = NamedSharding(mesh, P("dp"))
+            structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own) for x in inputs()]
+            specs = {"in_specs": (P("dp"),) * 3, "out_specs": (P("dp"), P("dp"))}
+            return jax.shard_map(attend(), mesh=mesh, **specs), structs
+
+        (manual, automatic), (_, explicit) = map(on_mesh, (AxisType.Auto, AxisType.Explicit))
+        for fn, structs in ((manual, automatic), (attend(), explicit)):
+            exported = self.exported(fn, *structs)
+            assert exported.nr_devices == 2
+            assert calls(exported.mlir_module()) == FP8_CALLS
+        with pytest.raises(NotImplementedError, match="serialization"):
+            self.exported(attend(), *automatic)
 
     def test_without_the_list_jax_refuses(self) -> None:
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs()]
