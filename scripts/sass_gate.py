@@ -43,7 +43,8 @@ class Rule:
     """What the machine code of one family of kernels must and must not hold.
 
     An opcode covers its variants: "MUFU.EX2" stands for MUFU.EX2.F16 too. A required entry lists
-    alternatives.
+    alternatives. `exponentials` are an opcode, how many of it one step takes in each thread, and
+    how many may stand outside of steps (new bases, row sums): the compiler copies whole steps.
     """
 
     family: str
@@ -51,49 +52,71 @@ class Rule:
     at_least: int  # how many such kernels the extension must hold
     required: tuple[tuple[str, ...], ...]
     forbidden: tuple[str, ...]
+    exponentials: tuple[str, int, int] | None = None
 
 
 SPILLS = ("LDL", "STL")  # registers that went to local memory and back
 OLD_MMA = ("HMMA", "IMMA", "QMMA")  # the pre-Hopper tensor core path
 ATOMICS = ("UBLKRED", "RED", "ATOM", "ATOMG")  # additions in whatever order they arrive
 LOADS = ("UBLKCP", "UTMALDG")  # a bulk copy, with or without a tensor map
+# V comes as the product wants it: FP8 from the quantiser, 16 bits by wgmma's own transposition.
+TRANSPOSES = ("LDSM", "MOVM", "STSM.16.MT88")
+
+
+def _fp8(head_dim: int, value_columns: tuple[int, ...], *, linear: bool) -> Rule:
+    """FP8 forward: f16 scores, and P V with a column of ones, which brings the row sum.
+
+    value_columns: widths of the P V that hold that column.
+    """
+    products = ("QGMMA.64x128x32.F16", *(f"QGMMA.64x{n}x32.F32" for n in value_columns))
+    return Rule(
+        family=f"fp8 {'linear' if linear else 'exact'} {head_dim}",
+        pattern=rf"fwd_kernel.*FwdFp8D{head_dim}[I<].*Exp2[)E]{int(linear)}",
+        at_least=2,
+        required=(*((product,) for product in products), LOADS, ("USETMAXREG",)),
+        # linear: exp2 is arithmetic on the byte
+        forbidden=(*SPILLS, *OLD_MMA, *TRANSPOSES, "HGMMA", *(("MUFU.EX2.F16",) if linear else ())),
+        # exact: half of 64 scores, the other half is arithmetic on the byte
+        exponentials=None if linear else ("MUFU.EX2.F16", 32, 0),
+    )
+
+
+def _native(head_dims: str, scores: int) -> Rule:
+    """Forward at 16 bits; `scores` of a thread in each step."""
+    return Rule(
+        family=f"16-bit {head_dims.replace('|', ', ')}",
+        pattern=rf"fwd_kernel.*Fwd16D({head_dims})[I<]",
+        at_least=2 * len(head_dims.split("|")),
+        required=(("HGMMA",), LOADS, ("USETMAXREG",)),
+        forbidden=(*SPILLS, *OLD_MMA, *TRANSPOSES, "QGMMA"),
+        exponentials=("MUFU.EX2", scores, 15),
+    )
+
 
 # The first rule that matches a kernel counts; a kernel that none matches is a failure.
 RULES = (
-    Rule(
-        family="fp8 exact",
-        pattern=r"fwd_kernel.*FwdFp8.*Exp2[)E]0",
-        at_least=6,
-        required=(("QGMMA",), LOADS, ("USETMAXREG",), ("MUFU.EX2",)),
-        forbidden=(*SPILLS, *OLD_MMA, "HGMMA"),
+    *(
+        _fp8(head_dim, columns, linear=linear)
+        for head_dim, columns in ((64, (72,)), (128, (136,)), (256, (136, 40)))
+        for linear in (False, True)
     ),
-    Rule(
-        family="fp8 linear",  # exp2 is arithmetic on the byte, so MUFU is not required
-        pattern=r"fwd_kernel.*FwdFp8.*Exp2[)E]1",
-        at_least=6,
-        required=(("QGMMA",), LOADS, ("USETMAXREG",)),
-        forbidden=(*SPILLS, *OLD_MMA, "HGMMA"),
-    ),
-    Rule(
-        family="16-bit",
-        pattern=r"fwd_kernel.*Fwd16",
-        at_least=6,
-        required=(("HGMMA",), LOADS, ("USETMAXREG",), ("MUFU.EX2",)),
-        forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
-    ),
+    _native("64|128", 64),
+    _native("256", 32),
     Rule(
         family="backward",
         pattern=r"bwd_kernel.*Lb0E",
         at_least=4,
-        required=(("HGMMA",), LOADS, ("USETMAXREG",), ("MUFU.EX2",), ("UBLKRED",), ("STSM",)),
+        required=(("HGMMA",), LOADS, ("USETMAXREG",), ("UBLKRED",), ("STSM",)),
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
+        exponentials=("MUFU.EX2", 32, 0),
     ),
     Rule(
         family="backward in order",  # promises a fixed order of additions
         pattern=r"bwd_(kernel.*Lb1E|wide_keys_kernel|dq_kernel)",
         at_least=12,
-        required=(("HGMMA",), LOADS, ("USETMAXREG",), ("MUFU.EX2",)),
+        required=(("HGMMA",), LOADS, ("USETMAXREG",)),
         forbidden=(*SPILLS, *OLD_MMA, *ATOMICS, "QGMMA"),
+        exponentials=("MUFU.EX2", 32, 0),
     ),
     Rule(
         family="backward rows",  # what runs before and after it
@@ -152,7 +175,16 @@ def check_kernel(kernel: Kernel) -> list[str]:
     for opcode in rule.forbidden:
         if count := kernel.count(opcode):
             why = "spills registers" if opcode in SPILLS else "uses the wrong unit"
+            why = "transposes" if opcode in TRANSPOSES else why
             failures.append(f"{short_name(kernel)}: {why}: {count} {opcode} instructions.")
+    if rule.exponentials is not None:
+        opcode, step, outside = rule.exponentials
+        steps, rest = divmod(kernel.count(opcode), step)
+        if not steps or rest > outside:
+            failures.append(
+                f"{short_name(kernel)}: must hold {step} {opcode} for each copy of a step and at "
+                f"most {outside} others; got {kernel.count(opcode)}."
+            )
     return failures
 
 

@@ -49,7 +49,7 @@ class PtxasEntry:
 
 
 _FUNCTION = re.compile(r"^\s*Function\s*:\s*(\S+)")
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*)")
 _ARCH = re.compile(r"^\s*(?:arch = |code for )(\S+)")
 
 

@@ -23,30 +23,49 @@ def load_gate():
 gate = load_gate()
 sass = sys.modules["sass_listing"]
 
-FP8 = ["QGMMA.64x128x32.F32.E4M3.E4M3", "UBLKCP", "USETMAXREG.DEALLOC.CTAPOOL", "BAR.SYNC"]
+LOAD = ["UBLKCP", "USETMAXREG.DEALLOC.CTAPOOL"]
+NATIVE = ["HGMMA.64x128x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC"]
+HALF_EXP2, EXP2 = ["MUFU.EX2.F16"] * 32, ["MUFU.EX2"] * 32
+
+
+def fp8(*value_columns):
+    products = [f"QGMMA.64x{n}x32.F32.E4M3.E4M3" for n in value_columns]
+    return ["QGMMA.64x128x32.F16.E4M3.E4M3", *LOAD, *products, "BAR.SYNC", "STSM.16.M88.4"]
+
+
+FP8 = fp8(72)
 GOOD_OPCODES = {
-    "exact": [*FP8, "MUFU.EX2"],
-    "linear": FP8,
-    "16-bit": ["HGMMA.64x128x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC", "MUFU.EX2"],
-    "backward": [
-        *("HGMMA.64x64x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC", "MUFU.EX2"),
-        *("UBLKRED.G.S.ADD.F32.RN", "STSM.16.M88.4"),
-    ],
-    "backward in order": [
-        "HGMMA.64x256x16.F32.BF16",
-        "UTMALDG.4D",
-        "USETMAXREG.TRY_ALLOC",
-        "MUFU.EX2",
-    ],
+    "exact": [*FP8, *HALF_EXP2, *HALF_EXP2, "MUFU.EX2"],
+    "exact 128": [*fp8(136), *HALF_EXP2],
+    "exact 256": [*fp8(128, 136, 64, 40, 32), *HALF_EXP2],
+    "linear": [*FP8, "MUFU.EX2"],
+    "linear 128": fp8(136),
+    "linear 256": fp8(136, 40),
+    "16-bit": [*NATIVE, *(EXP2 * 2), *["MUFU.EX2"] * 7],
+    "16-bit 256": [*NATIVE, *EXP2],
+    "backward": [*NATIVE, "UBLKRED.G.S.ADD.F32.RN", "STSM.16.M88.4", "LDSM.16.M88.4", *EXP2],
+    "backward in order": [*NATIVE, *EXP2],
     "backward rows": ["LDG.E", "STG.E"],
     "rotation": ["LDG.E.128", "HMMA.16816.F32.BF16", "STG.E.128"],
     "quantize": ["LDG.E", "STG.E.U8"],
 }
+
+
+def forward(config, arguments):
+    return f"_ZN7jax_fa310fwd_kernelINS_{len(config)}{config}I{arguments}EEEEvv{{}}"
+
+
+EXACT, LINEAR = "NS_3ptx4E4m3ELNS_4Exp2E0E", "NS_3ptx4E4m3ELNS_4Exp2E1E"
 # One mangled name per family, as nvcc writes them.
 SYMBOLS = {
-    "exact": "_ZN7jax_fa310fwd_kernelINS_9FwdFp8D64INS_3ptx4E4m3ELNS_4Exp2E0EEEEEvv{}",
-    "linear": "_ZN7jax_fa310fwd_kernelINS_9FwdFp8D64INS_3ptx4E4m3ELNS_4Exp2E1EEEEEvv{}",
-    "16-bit": "_ZN7jax_fa310fwd_kernelINS_8Fwd16D64INS_3ptx4Bf16EEEEEvv{}",
+    "exact": forward("FwdFp8D64", EXACT),
+    "exact 128": forward("FwdFp8D128", EXACT),
+    "exact 256": forward("FwdFp8D256", EXACT),
+    "linear": forward("FwdFp8D64", LINEAR),
+    "linear 128": forward("FwdFp8D128", LINEAR),
+    "linear 256": forward("FwdFp8D256", LINEAR),
+    "16-bit": forward("Fwd16D64", "NS_3ptx4Bf16E"),
+    "16-bit 256": forward("Fwd16D256", "NS_3ptx4Bf16E"),
     "backward": "_ZN7jax_fa310bwd_kernelINS_6BwdD64INS_3ptx4Bf16ELb0EEEEEvv{}",
     "backward in order": "_ZN7jax_fa313bwd_dq_kernelINS_6BwdD64INS_3ptx4Bf16ELb1EEEEEvv{}",
     "backward rows": "_ZN7jax_fa315bwd_rows_kernelINS_6BwdD64INS_3ptx4Bf16ELb1EEEEEvv{}",
@@ -72,7 +91,7 @@ def extension(changed=None, opcodes=None):
     """A whole good extension as SASS text; the first kernel of family `changed` gets `opcodes`."""
     text = []
     for family, symbol in SYMBOLS.items():
-        for i in range(18):
+        for i in range(gate.rule_of(sass.Kernel(symbol, symbol)).at_least):
             bad = family == changed and i == 0
             text.append(listing(symbol.format(i), opcodes if bad else GOOD_OPCODES[family]))
     return "\n".join(text)
@@ -111,7 +130,7 @@ def test_parser_counts_predicated_instructions_and_variants():
     assert kernels["f"].count("MUFU") == 3
 
 
-@pytest.mark.parametrize("family", ["exact", "linear", "16-bit"])
+@pytest.mark.parametrize("family", sorted(f for f in SYMBOLS if f[0] in "el1"))
 @pytest.mark.parametrize("position", range(3))  # multiply, load, registers
 def test_missing_instruction_fails(family, position):
     opcodes = list(GOOD_OPCODES[family])
@@ -120,10 +139,52 @@ def test_missing_instruction_fails(family, position):
     assert re.search(r"holds no .*, which a kernel of family", failure)
 
 
-def test_exact_kernel_without_exp2_fails_and_linear_passes():
-    (failure,) = failures(extension("exact", FP8))
-    assert "holds no MUFU.EX2" in failure
-    assert failures(extension("linear", [*FP8, "MUFU.EX2"])) == []
+@pytest.mark.parametrize(
+    ("family", "product"),
+    [
+        *(("exact", "64x72x32"), ("linear", "64x72x32"), ("exact 128", "64x136x32")),
+        *(("exact 256", "64x136x32"), ("exact 256", "64x40x32"), ("linear 256", "64x40x32")),
+    ],
+)
+def test_lost_column_of_ones_fails(family, product):
+    width = int(product.split("x")[1])
+    narrow = [op.replace(product, f"64x{width - 8}x32") for op in GOOD_OPCODES[family]]
+    (failure,) = failures(extension(family, narrow))
+    assert f"holds no QGMMA.{product}.F32" in failure
+
+
+@pytest.mark.parametrize(
+    ("family", "opcode", "change", "got"),
+    [
+        *(("exact", "MUFU.EX2.F16", n, 64 + n) for n in (-64, -4, 4)),
+        *(("16-bit", "MUFU.EX2", n, 71 + n) for n in (-71, -8, 9)),
+        *(("16-bit 256", "MUFU.EX2", n, 32 + n) for n in (-1, 16)),
+        *((f, "MUFU.EX2", n, 32 + n) for f in ("backward", "backward in order") for n in (-32, 1)),
+    ],
+)
+def test_other_number_of_exponentials_fails(family, opcode, change, got):
+    opcodes = list(GOOD_OPCODES[family])
+    for _ in range(abs(change)):
+        opcodes.append(opcode) if change > 0 else opcodes.remove(opcode)
+    (failure,) = failures(extension(family, opcodes))
+    assert re.search(rf"must hold \d+ {opcode} for each copy of a step .*; got {got}\.$", failure)
+
+
+def test_more_copies_of_a_step_pass():
+    for family, step in (("exact", HALF_EXP2), ("16-bit", EXP2 * 2), ("backward", EXP2)):
+        assert failures(extension(family, [*GOOD_OPCODES[family], *step])) == []
+
+
+def test_linear_kernel_with_f16_exponentials_fails():
+    (failure,) = failures(extension("linear", [*FP8, "MUFU.EX2.F16"]))
+    assert "wrong unit: 1 MUFU.EX2.F16" in failure
+
+
+@pytest.mark.parametrize("family", ["exact", "linear 128", "exact 256", "16-bit", "16-bit 256"])
+@pytest.mark.parametrize("opcode", ["LDSM.16.MT88.4", "MOVM.16.MT88", "STSM.16.MT88.4"])
+def test_transposed_values_fail(family, opcode):
+    (failure,) = failures(extension(family, [*GOOD_OPCODES[family], opcode]))
+    assert "transposes: 1 " in failure
 
 
 @pytest.mark.parametrize(
@@ -143,7 +204,11 @@ def test_forbidden_instruction_fails(family, opcode):
 @pytest.mark.parametrize(
     ("family", "opcode"),
     [
-        *(("exact", "HGMMA.64x64x16.F32"), ("linear", "HGMMA.64x64x16.F32"), ("16-bit", FP8[0])),
+        *(
+            ("exact", "HGMMA.64x64x16.F32"),
+            ("linear", "HGMMA.64x64x16.F32"),
+            ("16-bit", "QGMMA.64x128x32.F32.E4M3.E4M3"),
+        ),
         *(
             ("backward in order", "UBLKRED.G.S.ADD.F32.RN"),
             ("backward in order", "RED.E.ADD.F32.FTZ.RN"),
@@ -174,9 +239,9 @@ def test_empty_extension_fails_for_every_family():
 
 
 def test_missing_family_fails():
-    text = "\n".join(t for t in extension().split("\t\t..........") if "Fwd16" not in t)
+    text = "\n".join(t for t in extension().split("\t\t..........") if "Fwd16D64" not in t)
     (failure,) = failures(text)
-    assert "at least 6 kernels of family '16-bit'; got 0" in failure
+    assert "at least 4 kernels of family '16-bit 64, 128'; got 0" in failure
 
 
 def test_unknown_kernel_fails():
@@ -186,8 +251,8 @@ def test_unknown_kernel_fails():
 
 def test_demangled_names_are_recognised_too():
     name = "void jax_fa3::fwd_kernel<jax_fa3::FwdFp8D64<jax_fa3::ptx::E4m3, (jax_fa3::Exp2)%d> >()"
-    assert gate.rule_of(sass.Kernel("?", name % 0)).family == "fp8 exact"
-    assert gate.rule_of(sass.Kernel("?", name % 1)).family == "fp8 linear"
+    assert gate.rule_of(sass.Kernel("?", name % 0)).family == "fp8 exact 64"
+    assert gate.rule_of(sass.Kernel("?", name % 1)).family == "fp8 linear 64"
 
 
 def test_clean_ptxas_report_passes():
@@ -264,7 +329,7 @@ def test_table_shows_registers_spills_and_counts():
     kernel.registers = 168
     header, row = gate.table([kernel], {"a": report(kernel.symbol, stores=16)}).splitlines()
     assert header.split()[:4] == ["family", "registers", "spills", "QGMMA"]
-    assert row.split()[:10] == ["fp8", "exact", "168", "16", "1", "0", "1", "0", "0", "1"]
+    assert row.split()[:9] == ["fp8", "exact", "64", "168", "16", "2", "0", "65", "0"]
 
 
 def test_missing_file_and_empty_logs_exit_2(tmp_path, capsys):
