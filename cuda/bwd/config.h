@@ -16,7 +16,8 @@ namespace jax_fa3 {
 //   kBlockQ     query rows per step
 //   kQStages, kDoStages  depth of the rings of Q and dO
 //   kScoreGradBuffers    tiles of dS^T
-//   kApart      a warpgroup of its own makes dQ; V stays in the registers of the math warpgroups
+//   kApart      the math warpgroups run free, with V in registers; with kMakesDq a warpgroup of its own
+//               makes dQ
 //   kMakesDq    bwd_kernel adds up dQ in memory, in any order; else bwd_dq_kernel makes it
 //   kDqWarpgroups        math warpgroups of bwd_dq_kernel, 64 query rows each
 //   kDqKeyStages, kDqValueStages  depth of its rings of K and V

@@ -65,6 +65,7 @@ inline cudaLaunchAttribute pair_attribute(bool is_paired) {
   return attribute;
 }
 
+// A backward kernel with one attribute.
 template <auto kKernel>
 cudaError_t launch_kernel(int64_t grid, int threads, int shared_bytes,
                           cudaLaunchAttribute attribute, const BwdParams& params,

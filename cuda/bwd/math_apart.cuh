@@ -1,5 +1,5 @@
-// The math role of the backward where a warpgroup of its own makes dQ: 64 keys, whose V stays in
-// registers as an A operand. The two math warpgroups do not wait for one another.
+// The math role of the backward where another role or kernel makes dQ (kApart): 64 keys, whose V
+// stays in registers as an A operand. The two math warpgroups do not wait for one another.
 #pragma once
 
 #include "epilogue.cuh"

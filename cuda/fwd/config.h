@@ -28,7 +28,8 @@ namespace jax_fa3 {
 //   kExp2            kExact or kLinear
 //   kMufuEighths     kExact: share of the exponentials that the special-function unit takes
 //   kHeadroom        how far above its row's maximum a fresh base is set; spares rescales
-//   kPromoteEvery    blocks summed by the tensor core before they join the f32 sum
+//   kPromoteEvery    blocks summed by the tensor core before they join the f32 sum; with kSliced only
+//                    the first ones are, where the output stands
 template <class ElementType, Exp2 kMode>
 struct FwdFp8D64 {
   using Element = ElementType;

@@ -27,7 +27,8 @@
 //            FP8 with head_dim 256: math_sliced.cuh.
 // Numerics   FP8: softmax_fp8.cuh. The tensor core keeps about 13 bits below the largest term of an
 //            FP8 sum, so it sums at most kPromoteEvery blocks by itself in acc_t, and acc_o takes
-//            them in ordinary f32.   16-bit: softmax_16bit.cuh, one f32 accumulator.
+//            them in ordinary f32 (head_dim 256: the first ones in acc_o, later ones singly, in slices).
+//            16-bit: softmax_16bit.cuh, one f32 accumulator.
 #pragma once
 
 #include "../ptx/shared.cuh"

@@ -12,7 +12,8 @@
 namespace jax_fa3 {
 
 // How matrix products and softmax overlap inside a CTA.
-//   kSerial    each product is waited for before the next step
+//   kSerial    each product is waited for before the next step (the first blocks of a sliced kernel
+//              run as kIntra: math_sliced.cuh)
 //   kIntra     Q K^T of the next block and P V of this one run during a warpgroup's softmax
 //   kPingPong  warpgroups take turns at the tensor cores (named barriers)
 //   kBoth      kIntra and kPingPong
