@@ -167,6 +167,27 @@ def test_accurate_beats_the_plain_presets(distribution: str) -> None:
     assert error["per_tensor"] < 0.25
 
 
+@pytest.mark.parametrize("preset", ["accurate", "fast", "block", "per_tensor"])
+def test_large_logits(preset: str) -> None:
+    """Logits to +-1e4: each row takes the value of its key; near -1e4 all stays finite."""
+    rng = np.random.default_rng(6)
+    key = rng.normal(size=(2, 96, 2, 64)).astype(F32)
+    value = rng.normal(size=(2, 96, 2, 16)).astype(F32)
+    places = rng.permutation(96)[:40]
+    own = key[:, places]
+    query = 1e4 * 64**0.5 * own / (own**2).sum(axis=-1, keepdims=True)
+    # In the second batch every query opposes a mean that the keys share.
+    key[1] += 4
+    query[1] = -1e4 * 64**0.5 / (4 * 64)
+    quantization = getattr(jax_fa3.Quantization, preset)()
+    out, logsumexp = helpers.attend(query=query, key=key, value=value, quantization=quantization)
+    assert np.abs(out[0] - value[0, places]).max() < 0.25
+    assert np.abs(logsumexp[0] - 1e4).max() < 400  # operands lose up to 2^-4 each
+    assert np.abs(out[1]).max() <= 1.07 * np.abs(value[1]).max()
+    assert np.isfinite(logsumexp[1]).all()
+    assert (logsumexp[1] < -4000).all()
+
+
 def test_every_step_can_be_switched_off() -> None:
     case = cases.by_name("sinks_causal")
     inputs = cases.make_inputs(case, F32)
