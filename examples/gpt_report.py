@@ -36,7 +36,7 @@ def meta(text: Text) -> dict[str, Any]:
     return {
         "card": jax.devices()[0].device_kind,
         # Set by whoever publishes the result.
-        **({"commit": os.environ["JAX_FA3_COMMIT"]} if "JAX_FA3_COMMIT" in os.environ else {}),
+        **({"commit": commit} if (commit := os.environ.get("JAX_FA3_COMMIT")) else {}),
         "versions": versions,
         # Without the folders of this machine.
         "command": shlex.join(Path(a).name if os.path.isabs(a) else a for a in sys.argv),

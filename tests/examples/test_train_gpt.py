@@ -140,6 +140,8 @@ def test_results_name_the_commit(monkeypatch):
     text = importlib.import_module("gpt_text").Text(b"", b"", "0")
     monkeypatch.setenv("JAX_FA3_COMMIT", "abc123")
     assert gpt_report.meta(text)["commit"] == "abc123"
+    monkeypatch.setenv("JAX_FA3_COMMIT", "")
+    assert "commit" not in gpt_report.meta(text)
     monkeypatch.delenv("JAX_FA3_COMMIT")
     assert "commit" not in gpt_report.meta(text)
 
