@@ -169,4 +169,5 @@ class TestGradients:
             return jax.jit(jax.grad(fn))
 
         scale = jnp.float32(0.2)
-        assert_close(loss(True)(scale, *args), loss(False)(scale, *args), EXACT)
+        # One number, summed in another order.
+        assert_close(loss(True)(scale, *args), loss(False)(scale, *args), 5 * EXACT)
