@@ -122,6 +122,38 @@ def test_stream_order() -> None:
     assert int(total) == 0
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_a_gated_output(head_dim: int) -> None:
+    """A long product makes the cotangent, 200 times each of two: kernels that start early wait."""
+    x = inputs_of(head_dim, batch=1, seqlen_q=700, num_heads_q=8, num_heads_kv=2)
+    wide = jax.random.normal(jax.random.key(0), (4096, 4096), jnp.bfloat16)
+    main = [x[name] for name in ("query", "key", "value")]
+
+    @jax.jit
+    def grads(wide: Any, main: Any, sign: Any) -> Any:
+        product = ((wide @ wide) @ wide).reshape(-1)[: main[0].size].reshape(main[0].shape)
+        gate = jax.nn.sigmoid(sign * product.astype(jnp.float32) / 4096)
+
+        def loss(main: Any, precision: str) -> Any:
+            out = reference.jax_fa3.attention(
+                *main, is_causal=True, precision=precision, deterministic=True
+            )
+            return jnp.sum(out.astype(jnp.float32) * gate)
+
+        return [jax.grad(loss)(main, precision) for precision in ("native", "fp8")]
+
+    signs = (jnp.float32(1), jnp.float32(-1))  # memory holds the other one's numbers
+    first = [grads(wide, main, sign) for sign in signs]
+    different = jax.jit(reference.count_different)
+    assert int(different(*first)) > 0
+    counts = [
+        different(grads(wide, main, sign), expected)
+        for _ in range(200)
+        for sign, expected in zip(signs, first, strict=True)
+    ]
+    assert [int(count) for count in counts] == [0] * 400
+
+
 def test_two_threads() -> None:
     """Two jitted functions at once; handlers are called from several threads."""
     work = {

@@ -121,7 +121,13 @@ def test_call(call: Call, record_property: Any) -> None:
         causal=call.causal,
         softmax_scale=scale,
     )
-    check(results, inputs, causal=call.causal, softmax_scale=scale, note=record_property)
+
+    def note(preset: str, measured: dict[str, float]) -> None:
+        record_property(preset, measured)
+        if preset == "native" and call.dtype == "float16":
+            assert measured["error"] <= 1e-3  # 3.3e-4 within 128 random calls on an H200
+
+    check(results, inputs, causal=call.causal, softmax_scale=scale, note=note)
 
 
 @gpu
