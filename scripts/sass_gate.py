@@ -39,12 +39,24 @@ from sass_listing import (
 
 
 @dataclasses.dataclass(frozen=True)
+class Exponentials:
+    """How many a kernel holds: the compiler copies whole steps.
+
+    Softmaxes of more steps than are multiplied mean that each takes more of them.
+    """
+
+    opcode: str
+    step: int  # of each thread
+    outside: int = 0  # how many more may stand outside of steps: new bases, row sums
+    scores: tuple[str, int] | None = None  # opcode of Q K^T, and how many one step issues
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """What the machine code of one family of kernels must and must not hold.
 
     An opcode covers its variants: "MUFU.EX2" stands for MUFU.EX2.F16 too. A required entry lists
-    alternatives. `exponentials` are an opcode, how many of it one step takes in each thread, and
-    how many may stand outside of steps (new bases, row sums): the compiler copies whole steps.
+    alternatives.
     """
 
     family: str
@@ -52,7 +64,7 @@ class Rule:
     at_least: int  # how many such kernels the extension must hold
     required: tuple[tuple[str, ...], ...]
     forbidden: tuple[str, ...]
-    exponentials: tuple[str, int, int] | None = None
+    exponentials: Exponentials | None = None
 
 
 SPILLS = ("LDL", "STL")  # registers that went to local memory and back
@@ -68,7 +80,8 @@ def _fp8(head_dim: int, value_columns: tuple[int, ...], *, linear: bool) -> Rule
 
     value_columns: widths of the P V that hold that column.
     """
-    products = ("QGMMA.64x128x32.F16", *(f"QGMMA.64x{n}x32.F32" for n in value_columns))
+    scores = "QGMMA.64x128x32.F16"
+    products = (scores, *(f"QGMMA.64x{n}x32.F32" for n in value_columns))
     return Rule(
         family=f"fp8 {'linear' if linear else 'exact'} {head_dim}",
         pattern=rf"fwd_kernel.*FwdFp8D{head_dim}[I<].*Exp2[)E]{int(linear)}",
@@ -77,7 +90,9 @@ def _fp8(head_dim: int, value_columns: tuple[int, ...], *, linear: bool) -> Rule
         # linear: exp2 is arithmetic on the byte
         forbidden=(*SPILLS, *OLD_MMA, *TRANSPOSES, "HGMMA", *(("MUFU.EX2.F16",) if linear else ())),
         # exact: half of 64 scores, the other half is arithmetic on the byte
-        exponentials=None if linear else ("MUFU.EX2.F16", 32, 0),
+        exponentials=(
+            None if linear else Exponentials("MUFU.EX2.F16", 32, scores=(scores, head_dim // 32))
+        ),
     )
 
 
@@ -89,7 +104,7 @@ def _native(head_dims: str, scores: int) -> Rule:
         at_least=2 * len(head_dims.split("|")),
         required=(("HGMMA",), LOADS, ("USETMAXREG",)),
         forbidden=(*SPILLS, *OLD_MMA, *TRANSPOSES, "QGMMA"),
-        exponentials=("MUFU.EX2", scores, 15),
+        exponentials=Exponentials("MUFU.EX2", scores, outside=15),
     )
 
 
@@ -108,7 +123,7 @@ RULES = (
         at_least=4,
         required=(("HGMMA",), LOADS, ("USETMAXREG",), ("UBLKRED",), ("STSM",)),
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
-        exponentials=("MUFU.EX2", 32, 0),
+        exponentials=Exponentials("MUFU.EX2", 32),
     ),
     Rule(
         family="backward in order",  # promises a fixed order of additions
@@ -116,7 +131,7 @@ RULES = (
         at_least=12,
         required=(("HGMMA",), LOADS, ("USETMAXREG",)),
         forbidden=(*SPILLS, *OLD_MMA, *ATOMICS, "QGMMA"),
-        exponentials=("MUFU.EX2", 32, 0),
+        exponentials=Exponentials("MUFU.EX2", 32),
     ),
     Rule(
         family="backward rows",  # what runs before and after it
@@ -178,14 +193,28 @@ def check_kernel(kernel: Kernel) -> list[str]:
             why = "transposes" if opcode in TRANSPOSES else why
             failures.append(f"{short_name(kernel)}: {why}: {count} {opcode} instructions.")
     if rule.exponentials is not None:
-        opcode, step, outside = rule.exponentials
-        steps, rest = divmod(kernel.count(opcode), step)
-        if not steps or rest > outside:
-            failures.append(
-                f"{short_name(kernel)}: must hold {step} {opcode} for each copy of a step and at "
-                f"most {outside} others; got {kernel.count(opcode)}."
-            )
+        failures += check_exponentials(kernel, rule.exponentials)
     return failures
+
+
+def check_exponentials(kernel: Kernel, rule: Exponentials) -> list[str]:
+    """Sentences on how many exponentials one kernel holds."""
+    found = kernel.count(rule.opcode)
+    steps, rest = divmod(found, rule.step)
+    if not steps or rest > rule.outside:
+        return [
+            f"{short_name(kernel)}: must hold {rule.step} {rule.opcode} for each copy of a step "
+            f"and at most {rule.outside} others; got {found}."
+        ]
+    if rule.scores is not None:
+        opcode, each = rule.scores
+        multiplied = kernel.count(opcode)
+        if 0 < multiplied < steps * each:
+            return [
+                f"{short_name(kernel)}: must hold at most {rule.step} {rule.opcode} for every "
+                f"{each} {opcode}; got {found} and {multiplied}."
+            ]
+    return []
 
 
 def check_extension(

@@ -28,16 +28,19 @@ NATIVE = ["HGMMA.64x128x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC"]
 HALF_EXP2, EXP2 = ["MUFU.EX2.F16"] * 32, ["MUFU.EX2"] * 32
 
 
-def fp8(*value_columns):
+SCORES = "QGMMA.64x128x32.F16.E4M3.E4M3"
+
+
+def fp8(*value_columns, scores=4):
     products = [f"QGMMA.64x{n}x32.F32.E4M3.E4M3" for n in value_columns]
-    return ["QGMMA.64x128x32.F16.E4M3.E4M3", *LOAD, *products, "BAR.SYNC", "STSM.16.M88.4"]
+    return [SCORES, *LOAD, *[SCORES] * (scores - 1), *products, "BAR.SYNC", "STSM.16.M88.4"]
 
 
 FP8 = fp8(72)
 GOOD_OPCODES = {
     "exact": [*FP8, *HALF_EXP2, *HALF_EXP2, "MUFU.EX2"],
     "exact 128": [*fp8(136), *HALF_EXP2],
-    "exact 256": [*fp8(128, 136, 64, 40, 32), *HALF_EXP2],
+    "exact 256": [*fp8(128, 136, 64, 40, 32, scores=8), *HALF_EXP2],
     "linear": [*FP8, "MUFU.EX2"],
     "linear 128": fp8(136),
     "linear 256": fp8(136, 40),
@@ -133,8 +136,8 @@ def test_parser_counts_predicated_instructions_and_variants():
 @pytest.mark.parametrize("family", sorted(f for f in SYMBOLS if f[0] in "el1"))
 @pytest.mark.parametrize("position", range(3))  # multiply, load, registers
 def test_missing_instruction_fails(family, position):
-    opcodes = list(GOOD_OPCODES[family])
-    del opcodes[position]
+    good = GOOD_OPCODES[family]
+    opcodes = [op for op in good if op != good[position]]
     (failure,) = failures(extension(family, opcodes))
     assert re.search(r"holds no .*, which a kernel of family", failure)
 
@@ -171,8 +174,16 @@ def test_other_number_of_exponentials_fails(family, opcode, change, got):
 
 
 def test_more_copies_of_a_step_pass():
-    for family, step in (("exact", HALF_EXP2), ("16-bit", EXP2 * 2), ("backward", EXP2)):
+    exact = [*HALF_EXP2, SCORES, SCORES]
+    for family, step in (("exact", exact), ("16-bit", EXP2 * 2), ("backward", EXP2)):
         assert failures(extension(family, [*GOOD_OPCODES[family], *step])) == []
+
+
+@pytest.mark.parametrize("family", ["exact", "exact 128", "exact 256"])
+def test_every_score_on_the_special_function_unit_fails(family):
+    twice = GOOD_OPCODES[family].count("MUFU.EX2.F16") * ["MUFU.EX2.F16"]
+    (failure,) = failures(extension(family, [*GOOD_OPCODES[family], *twice]))
+    assert "must hold at most 32 MUFU.EX2.F16 for every " in failure
 
 
 def test_linear_kernel_with_f16_exponentials_fails():
@@ -329,7 +340,7 @@ def test_table_shows_registers_spills_and_counts():
     kernel.registers = 168
     header, row = gate.table([kernel], {"a": report(kernel.symbol, stores=16)}).splitlines()
     assert header.split()[:4] == ["family", "registers", "spills", "QGMMA"]
-    assert row.split()[:9] == ["fp8", "exact", "64", "168", "16", "2", "0", "65", "0"]
+    assert row.split()[:9] == ["fp8", "exact", "64", "168", "16", "5", "0", "65", "0"]
 
 
 def test_missing_file_and_empty_logs_exit_2(tmp_path, capsys):
