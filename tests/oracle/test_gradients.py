@@ -57,7 +57,7 @@ def test_native(name: str, blocks: Any) -> None:
         check(argument, grads[argument], expected[argument], tolerances.GRADIENT_NATIVE_F32)
 
 
-@pytest.mark.parametrize(("heads", "kv"), [(6, 2), (5, 1), (7, 7), (12, 4)])
+@pytest.mark.parametrize(("heads", "kv"), [(6, 2), (5, 1), (7, 7), (12, 4), (40, 8)])
 def test_group_sum(heads: int, kv: int) -> None:
     """dk and dv sum over the query heads of a group."""
     case = cases.Case("group", seqlen_q=9, seqlen_k=13, num_heads_q=heads, num_heads_kv=kv,
