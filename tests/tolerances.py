@@ -86,12 +86,18 @@ BACKWARD_FP8 = Limit(
     (1.1e-2, 0.0),
     "H200: the saved out holds the error of an e4m3 P, which meets the exact P in dS",
 )
-SOAK_BACKWARD_FP8 = Limit(
-    5e-2,
+SOAK_BACKWARD_BF16 = Limit(
+    8e-3,
     0.0,
-    (3.1e-2, 0.0),
-    "as BACKWARD_FP8; next to the saved results the worst of ten thousand heads on an H200",
+    (4.8e-3, 0.0),
+    "H200: as BACKWARD_BF16, next to the saved results (300 checks); after an FP8 forward also "
+    "next to the value as read back, where a NumPy copy of the roundings is off by 3.7e-3",
 )
+# Half a unit in the last place of a number just above a power of two, as a share of it, is twice
+# as much; this is near the rms over all numbers.
+BF16_UNIT, F16_UNIT = 2.0**-9, 2.0**-12
+# Times the expected noise of a head's gradient, where that is more than the limit.
+NOISE = 3.0
 BLOCKS_NATIVE = Limit(4e-6, 1e-5, (3.1e-7, 9.5e-7), "another order of float32 sums")
 BLOCKS_FP8 = Limit(
     2e-4, 2e-4, (1.3e-5, 3.6e-5), "integer base: only P below 2^-12 of the largest may round apart"
@@ -115,17 +121,29 @@ def relative_difference(actual: Any, expected: Any) -> Array:
     return 1.0 - 2.0 * inner / np.where(total == 0, 1.0, total) * (total != 0) - (total == 0)
 
 
-def check_close(actual: Any, expected: Any, limit: Limit) -> None:
-    """Fails unless NaN and infinities agree and every (batch, head) is within limit.rel_l2."""
+def check_close(actual: Any, expected: Any, limit: Limit, noise: Any = None) -> None:
+    """Fails unless NaN and infinities agree and every (batch, head) is within limit.rel_l2.
+
+    noise: of [batch, seqlen, heads, 1], the expected size of a row's error; a head whose noise is
+    large next to `expected` may be off by NOISE times that instead.
+    """
     a, e = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     if a.shape != e.shape:
         raise AssertionError(f"shape {a.shape}, expected {e.shape}")
     if not np.array_equal(np.isfinite(a), np.isfinite(e)):
         raise AssertionError("non-finite numbers stand at other places than expected")
     finite = np.isfinite(e)
-    error = rel_l2(np.where(finite, a, 0), np.where(finite, e, 0))
-    if not error.max(initial=0.0) <= limit.rel_l2:
-        raise AssertionError(f"relative L2 error {error.max():.3g} > {limit.rel_l2:.3g}: {error}")
+    a, e = (np.where(finite, x, 0) for x in (a, e))
+    error = rel_l2(a, e)
+    allowed = np.full(error.shape, limit.rel_l2)
+    if noise is not None:
+        size = rel_l2(e + np.asarray(noise) / e.shape[-1] ** 0.5, e)
+        allowed = np.maximum(allowed, NOISE * size)
+    if not (error <= allowed).all():
+        worst = np.unravel_index((error / allowed).argmax(), error.shape)
+        raise AssertionError(
+            f"relative L2 error {error[worst]:.3g} > {allowed[worst]:.3g}: {error}"
+        )
 
 
 def check_logsumexp(actual: Any, expected: Any, limit: Limit) -> None:
@@ -145,7 +163,8 @@ class KernelLimit:
     """What a kernel may do on top of what its number format costs, per (batch, head).
 
     Attributes:
-      floor: error to float64 <= 2 * max(model's error here, its mean over heads) + floor.
+      floor: error to float64 <= 2 * max(model's error here, its mean over heads, what rounding
+        is expected to cost) + floor.
       against_model: largest relative L2 distance to the model on the same quantised inputs.
       relative_difference: largest 1 - 2 <a, m> / (<a, a> + <m, m>) to the model.
       gain: largest |<a, m> / <m, m> - 1|; noise cancels here, a wrong factor does not.
@@ -185,10 +204,22 @@ SOAK_FP8 = KernelLimit(
 )  # fmt: skip
 
 
+# Relative rms of rounding to the formats; P is e4m3, and a linear exponential adds 1.9 %.
+FP8_UNITS = {"e4m3": 2.65e-2, "e5m2": 5.3e-2}
+P_UNIT, LINEAR_P_UNIT = 2.65e-2, 3.3e-2
+
+
 def check_kernel(
-    actual: tuple[Any, Any], exact: tuple[Any, Any], model: tuple[Any, Any], limit: KernelLimit
+    actual: tuple[Any, Any],
+    exact: tuple[Any, Any],
+    model: tuple[Any, Any],
+    limit: KernelLimit,
+    rounding: Any = 0.0,
 ) -> dict[str, float]:
     """Fails unless (out, logsumexp) is as near to float64 and to the model as `limit` says.
+
+    rounding: [batch, heads], the error that rounding is expected to make. Of a head of two keys the
+    model may happen to be exact, where the kernel's P, of float16 numbers, is a code away.
 
     Returns: the largest value of each measured quantity, for reports.
     """
@@ -210,7 +241,8 @@ def check_kernel(
         np.where(np.isfinite(exact_out), x, 0) for x in (out, exact_out, model_out)
     )
     error, of_model = rel_l2(out, exact_out), rel_l2(model_out, exact_out)
-    allowed = 2 * np.maximum(of_model, of_model.mean()) + limit.floor
+    expected = np.maximum(np.maximum(of_model, of_model.mean()), rounding)
+    allowed = 2 * expected + limit.floor
     distance = rel_l2(out, model_out)
     difference = relative_difference(out, model_out)
     size = (model_out**2).sum(axis=(1, 3))

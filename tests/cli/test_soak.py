@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tolerances
 from cli.helpers import ROOT, run
 from gpu import reference, reference_gradients, soak, soak_cases, soak_checks
+from gpu.reference import MAIN
 
 from jax_fa3._cli import results
 
@@ -114,6 +117,101 @@ def test_checks_accept_the_models_and_reject_what_is_wrong() -> None:
     ):
         message = spoil(edit)[0]
         assert message.startswith(words), message
+
+
+# Two keys, whose values nearly agree in some head; and ordinary heads.
+@pytest.mark.parametrize("lengths", [(2, 2), (37, 53)])
+def test_gradients_may_be_off_by_their_noise_and_no_more(
+    lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"presets": ("native", "fast"), "gradient": "fast", "dtype": "float16"}
+    case = small_case(seqlen_q=lengths[0], seqlen_k=lengths[1], **own)
+    inputs, options = case.inputs(0), case.options("fast")
+    saved = reference.model_of(options, inputs, causal=case.causal, softmax_scale=None)
+    saved = saved._replace(logsumexp=np.float32(saved.logsumexp))
+    given = (*case.cotangents(0), case.causal, options, saved)
+    expected, noise = reference_gradients.model(inputs, *given, unit=tolerances.BF16_UNIT)
+    # It takes seconds, and its arguments are nearly the same each time.
+    monkeypatch.setattr(reference_gradients, "model", lambda *_, **__: (expected, noise))
+    rng = np.random.default_rng(0)
+    grads = {}
+    for name, x in expected.items():
+        error = rng.standard_normal(x.shape) * noise.get(name, 0) / x.shape[-1] ** 0.5
+        grads[name] = np.asarray(x + error).astype(case.dtype)
+
+    def check(edited: Any) -> Any:
+        return soak_checks.check_gradients(case, edited, inputs, 0, saved=saved)
+
+    check(grads)
+    wrong = {}
+    for name in MAIN:
+        off = grads[name].astype(np.float64)
+        off[1, :, 1] *= 1.01
+        wrong[f"1 % of a head of d{name}"] = {**grads, name: off.astype(case.dtype)}
+        turned = grads[name].copy()
+        turned[0, [0, 1], 0] = turned[0, [1, 0], 0]
+        if (turned != grads[name]).any():
+            wrong[f"two rows of d{name} mixed up"] = {**grads, name: turned}
+    accepted = []
+    for what, edited in wrong.items():
+        with contextlib.suppress(AssertionError):
+            check(edited)
+            accepted.append(what)
+    assert accepted == []
+
+
+def test_noise_is_beyond_the_limit_for_huge_logits_only() -> None:
+    """Where float32 sums of them cost probabilities."""
+
+    def relative(scale: float) -> Any:
+        case = small_case(head_dim=256, dtype="float16", data=("normal", "normal"))
+        inputs = case.inputs(0)
+        saved = reference.native_model(inputs, causal=case.causal, softmax_scale=scale)
+        given = (inputs, *case.cotangents(0))
+        options = {"causal": case.causal, "scale": scale, "saved": saved}
+        grads = reference_gradients.exact(*given, **options)
+        noise = reference_gradients.noise(*given, **options, unit=tolerances.F16_UNIT)
+        norms = {n: np.linalg.norm(x, axis=(1, 3)) for n, x in noise.items()}
+        return max((x / np.linalg.norm(grads[n], axis=(1, 3))).max() for n, x in norms.items())
+
+    assert tolerances.NOISE * relative(1 / 16) < tolerances.BACKWARD_F16.rel_l2 / 2
+    assert tolerances.NOISE * relative(2e3 / 16) > tolerances.BACKWARD_F16.rel_l2
+
+
+def test_the_forward_limit_knows_what_rounding_may_cost_a_head() -> None:
+    """Of two keys the model may be exact by chance; of ordinary heads it is the expected error."""
+    for lengths, low, high in (((2, 2), 0.0, 3.0), ((37, 53), 0.5, 1.5)):
+        case = small_case(seqlen_q=lengths[0], seqlen_k=lengths[1], data=("normal", "normal"))
+        inputs, options = case.inputs(0), {"causal": case.causal, "softmax_scale": None}
+        exact = reference.exact(inputs, **options)
+        model = reference.model_of(case.options("fast"), inputs, **options)
+        units = {"p_unit": tolerances.LINEAR_P_UNIT, "operand_unit": tolerances.FP8_UNITS["e4m3"]}
+        noise = reference.fp8_noise(inputs, **options, **units)
+        share = tolerances.rel_l2(model.out, exact.out) / noise
+        assert (share >= low).all()
+        assert (share <= high).all()
+
+
+def test_a_row_without_a_number_may_move_other_rows_by_rounding_only() -> None:
+    case = small_case(dtype="float16", spoiled=("query", np.nan))
+    inputs = case.inputs(0)
+    clean = reference.native_model(inputs, causal=case.causal)
+    bad_inputs = soak_cases.spoil(case, inputs)
+    batch, position, head, _ = soak_cases.place(case)
+    out, logsumexp = clean.out.copy(), clean.logsumexp.copy()
+    out[batch, position, head] = np.nan
+    logsumexp[batch, head, position] = np.nan
+    assert np.isnan(bad_inputs["query"][batch, position, head]).any()
+    change = np.random.default_rng(0).standard_normal(out.shape)
+
+    def check(by: float) -> None:
+        moved = (out * (1 + by * change)).astype(out.dtype)
+        bad = reference.Result(moved, logsumexp)
+        soak_checks.check_spoiled(case, "native", bad, clean, is_kernel=True)
+
+    check(2.0**-12)
+    with pytest.raises(AssertionError, match="changed by"):
+        check(2e-3)
 
 
 def flags_of(**own: Any) -> argparse.Namespace:

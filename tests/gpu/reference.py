@@ -108,6 +108,42 @@ def _each_head(
     return Result(out, logsumexp)
 
 
+def fp8_noise(
+    inputs: dict[str, Any],
+    *,
+    causal: str | None,
+    softmax_scale: float | None,
+    p_unit: float,
+    operand_unit: float,
+) -> Array:
+    """[batch, num_heads_q]: relative L2 error of out that rounding is expected to make.
+
+    The units are relative rms errors of P and of smoothed queries, keys and values; float8 inputs
+    are taken as they are. One draw of a few keys may be far nearer by chance.
+    """
+    exact_out, logsumexp = exact(inputs, causal=causal, softmax_scale=softmax_scale)
+    query, key, value = (inputs[n].astype(np.float64) for n in MAIN)
+    q_unit, k_unit, v_unit = (operand_unit * (inputs[n].dtype.itemsize > 1) for n in MAIN)
+    head_dim, group = query.shape[3], query.shape[2] // key.shape[2]
+    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    factor = scale * descale(inputs, "query_descale") * descale(inputs, "key_descale")
+    seen = visible(query.shape[1], key.shape[1], causal)
+    found = np.zeros(query.shape[:3:2])
+    for ib, ih in np.ndindex(found.shape):
+        kv = ih // group
+        q, k, out = query[ib, :, ih], key[ib, :, kv], exact_out[ib, :, ih]
+        v = value[ib, :, kv] * np.float64(descale(inputs, "value_descale")[ib, kv])
+        level = np.where(seen.any(axis=1), logsumexp[ib, ih], 0)
+        logits = np.where(seen, q @ k.T * factor[ib, kv] - level[:, None], -np.inf)
+        sizes = (q**2).sum(axis=1)[:, None] * ((k - k.mean(axis=0)) ** 2).sum(axis=1) / head_dim
+        of_p = p_unit**2 + (q_unit**2 + k_unit**2) * factor[ib, kv] ** 2 * sizes
+        away = (v**2).sum(axis=1) - 2 * out @ v.T + (out**2).sum(axis=1)[:, None]
+        of_v = v_unit**2 * ((v - v.mean(axis=0)) ** 2).sum(axis=1)
+        squares = np.exp(2 * logits) * (of_p * np.maximum(away, 0) + of_v)
+        found[ib, ih] = np.sqrt(squares.sum()) / (np.linalg.norm(out) or 1)
+    return found
+
+
 def quantized(
     inputs: dict[str, Any],
     *,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,31 +41,95 @@ def exact(
 
     saved: what a forward rounded and the backward starts from, in place of exact results.
     """
+    grads = {name: np.zeros(inputs[name].shape) for name in MAIN}
+    for x in _heads(inputs, dout, dlogsumexp, causal, scale, saved):
+        grads["query"][x.query_place] = x.ds @ x.k
+        grads["key"][x.key_place] += x.ds.T @ x.q
+        grads["value"][x.key_place] += x.p.T @ x.g
+    return grads
+
+
+def noise(
+    inputs: dict[str, Any],
+    dout: Any,
+    dlogsumexp: Any,
+    *,
+    causal: str | None,
+    scale: float,
+    saved: Result,
+    unit: float,
+) -> dict[str, Any]:
+    """Expected size of what the kernels' roundings move dquery and dkey by, before they are known.
+
+    The formula of the gradients with squares in place of values. `unit` is the rounding of the
+    dtype in which dS and the results are written; sums are those of the tensor cores, which cut a
+    float32 sum off after each 16 products and start or end with the row's logsumexp, so logits of
+    thousands cost probabilities. Returns row norms, [..., 1].
+    """
+    head_dim = inputs["query"].shape[-1]
+    cut = 2.0**-24 * max(head_dim / 64, 1)
+    squares = {name: np.zeros((*inputs[name].shape[:-1], 1)) for name in ("query", "key")}
+    for x in _heads(inputs, dout, dlogsumexp, causal, scale, saved):
+        squared_q, squared_k = (x.q**2).sum(axis=1), (x.k**2).sum(axis=1)
+        logit = cut**2 * (scale**2 * (x.q**2 @ (x.k**2).T) + x.level[:, None] ** 2)
+        difference = cut**2 * ((x.g**2) @ (x.v**2).T + x.delta[:, None] ** 2)
+        ds = x.ds**2 * (unit**2 + logit) + (x.p * scale) ** 2 * difference
+        own = unit**2 * ((x.ds @ x.k) ** 2).sum(axis=1)
+        squares["query"][x.query_place] = (ds @ squared_k + own)[:, None]
+        own = unit**2 * ((x.ds.T @ x.q) ** 2).sum(axis=1)
+        squares["key"][x.key_place] += (ds.T @ squared_q + own)[:, None]
+    return {name: np.sqrt(x) for name, x in squares.items()}
+
+
+class _Head(NamedTuple):
+    """One query head; p and ds [seqlen_q, seqlen_k], level and delta [seqlen_q]."""
+
+    query_place: Any  # of its rows in the arrays of query's shape
+    key_place: Any
+    q: Any
+    k: Any
+    v: Any
+    g: Any  # gradient of the output
+    p: Any
+    level: Any  # logsumexp, 0 for rows that see no key
+    delta: Any
+    ds: Any
+
+
+def _heads(
+    inputs: dict[str, Any],
+    dout: Any,
+    dlogsumexp: Any,
+    causal: str | None,
+    scale: float,
+    saved: Result | None,
+) -> Iterator[_Head]:
     query, key, value = (np.asarray(inputs[name]).astype(np.float64) for name in MAIN)
     group = query.shape[2] // key.shape[2]
-    grads = {name: np.zeros(x.shape) for name, x in zip(MAIN, (query, key, value), strict=True)}
     seen = reference.visible(query.shape[1], key.shape[1], causal)
     for batch in range(query.shape[0]):
         for head in range(query.shape[2]):
-            q, g = query[batch, :, head], dout[batch, :, head].astype(np.float64)
-            k, v = key[batch, :, head // group], value[batch, :, head // group]
+            query_place = (batch, slice(None), head)
+            key_place = (batch, slice(None), head // group)
+            q, g = query[query_place], dout[query_place].astype(np.float64)
+            k, v = key[key_place], value[key_place]
             logits = np.where(seen, q @ k.T * scale, -np.inf)
-            top = logits.max(axis=1, keepdims=True, initial=-1e300)
-            p = np.exp(logits - top)
-            p /= np.maximum(p.sum(axis=1, keepdims=True), 1e-300)
+            top = logits.max(axis=1, initial=-1e300)
+            p = np.exp(logits - top[:, None])
+            total = np.maximum(p.sum(axis=1), 1e-300)
+            p /= total[:, None]
             dp = g @ v.T
             delta = (p * dp).sum(axis=1)
+            level = np.where(seen.any(axis=1), top + np.log(total), 0)
             if saved is not None:
                 level = np.asarray(saved.logsumexp[batch, head], np.float64)
                 some = np.isfinite(level)
-                p = np.exp(logits - np.where(some, level, 0)[:, None]) * some[:, None]
-                delta = (g * np.asarray(saved.out[batch, :, head], np.float64)).sum(axis=1)
+                level = np.where(some, level, 0)
+                p = np.exp(logits - level[:, None]) * some[:, None]
+                delta = (g * np.asarray(saved.out[query_place], np.float64)).sum(axis=1)
             delta -= dlogsumexp[batch, head]
             ds = p * (dp - delta[:, None]) * scale
-            grads["query"][batch, :, head] = ds @ k
-            grads["key"][batch, :, head // group] += ds.T @ q
-            grads["value"][batch, :, head // group] += p.T @ g
-    return grads
+            yield _Head(query_place, key_place, q, k, v, g, p, level, delta, ds)
 
 
 def model(
@@ -74,8 +139,15 @@ def model(
     causal: str | None,
     options: dict[str, Any],
     saved: Result | None = None,
-) -> dict[str, Any]:
-    """Of attention over the quantised operands, straight through every rounding."""
+    unit: float = 0.0,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of attention over the quantised operands, straight through every rounding; and, with `saved`,
+    the noise of its dquery and dkey.
+
+    saved: also says that the kernels' backward is meant, which multiplies the value that it reads
+    back from the images in bfloat16. Where the values of the keys that a row sees nearly agree,
+    that rounding alone moves its gradient by a tenth.
+    """
     main = {name: jnp.asarray(np.asarray(inputs[name]).astype(np.float32)) for name in MAIN}
     config, _ = _explain.plan_of("attention", *main.values(), **options)
 
@@ -86,16 +158,33 @@ def model(
         value = found.value
         if found.value_mean is not None:
             value = value + found.value_mean[:, None]
+        if saved is not None:
+            read_back = value.astype(jnp.bfloat16).astype(jnp.float32)
+            value = _fp8_model.straight_through(value, read_back)
         shift = found.query_shift
         return found.query, found.key, value, jnp.zeros(()) if shift is None else shift
 
     (query, key, value, shift), pull = jax.jit(lambda x: jax.vjp(effective, x))(main)
     ln_2 = float(np.log(2))
     multiplied = dict(zip(MAIN, (query, key, value), strict=True))
+    size: dict[str, Any] = {}
+    given = {"causal": causal, "scale": ln_2}
     if saved is not None:
         saved = saved._replace(logsumexp=saved.logsumexp - ln_2 * np.asarray(shift))
-    grads = exact(multiplied, dout, dlogsumexp, causal=causal, scale=ln_2, saved=saved)
+        size = noise(multiplied, dout, dlogsumexp, **given, saved=saved, unit=unit)
+    grads = exact(multiplied, dout, dlogsumexp, **given, saved=saved)
+
+    def back(g: dict[str, Any], dshift: Any) -> dict[str, Any]:
+        cotangents = (*(jnp.asarray(g[name], jnp.float32) for name in MAIN), jnp.asarray(dshift))
+        return dict(pull(cotangents)[0])
+
     seen = reference.visible(query.shape[1], key.shape[1], causal).any(axis=1)
     dshift = ln_2 * dlogsumexp * seen if shift.ndim else np.zeros(())
-    cotangents = (*grads.values(), dshift)
-    return dict(pull(tuple(jnp.asarray(g, jnp.float32) for g in cotangents))[0])
+    if size:
+        # The rotation keeps a row's norm up to a factor, wherever in the row it stands.
+        alone = {name: np.zeros(multiplied[name].shape) for name in MAIN}
+        for name, x in size.items():
+            alone[name][..., :1] = x
+        turned = back(alone, np.zeros(np.shape(dshift)))
+        size = {n: np.linalg.norm(turned[n], axis=-1, keepdims=True) for n in size}
+    return back(grads, dshift), size

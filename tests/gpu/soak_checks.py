@@ -11,7 +11,7 @@ import numpy as np
 import tolerances
 from gpu import reference, reference_gradients
 from gpu.reference import MAIN, Result
-from gpu.soak_cases import UNMODELLED, Case, place
+from gpu.soak_cases import FP8, UNMODELLED, Case, place
 from gpu.soak_program import Program
 
 Notes = dict[str, float]
@@ -76,7 +76,15 @@ def check_forward(case: Case, preset: str, result: Result, inputs: Any, exact: R
     )
     if case.scale in UNMODELLED:
         return _check_large(case, preset, result, inputs, exact if preset == "native" else model)
-    return tolerances.check_kernel(result, exact, model, limit)
+    if preset == "native":
+        return tolerances.check_kernel(result, exact, model, limit)
+    steps = FP8[preset]
+    rounding = reference.fp8_noise(
+        inputs, causal=case.causal, softmax_scale=case.softmax_scale(),
+        p_unit=tolerances.LINEAR_P_UNIT if steps.softmax == "linear" else tolerances.P_UNIT,
+        operand_unit=tolerances.FP8_UNITS[steps.dtype],
+    )  # fmt: skip
+    return tolerances.check_kernel(result, exact, model, limit, rounding)
 
 
 def _check_large(case: Case, preset: str, result: Result, inputs: Any, expected: Result) -> Notes:
@@ -119,32 +127,40 @@ def check_gradients(
     """Against float64 of the inputs (native) or of the quantised operands.
 
     saved: the forward's results, from which the kernels' backward starts. Where a row is peaked or
-    its values have a mean, their rounding alone moves a gradient by any share of it.
+    its values have a mean, their rounding alone moves a gradient by any share of it. What it rounds
+    itself is large next to a gradient that nearly cancels: that noise is estimated for each head.
     """
     for name in MAIN:
         if grads[name].dtype != inputs[name].dtype:
             raise AssertionError(f"d{name} has dtype {grads[name].dtype}")
     dout, dlogsumexp = case.cotangents(draw)
     scale = case.softmax_scale()
+    noise: dict[str, Any] = {}
     if case.gradient in (None, "native") or case.is_empty:
-        expected = reference_gradients.exact(
-            inputs, dout, dlogsumexp, causal=case.causal, saved=saved,
-            scale=case.head_dim**-0.5 if scale is None else scale,
-        )  # fmt: skip
-        limit = tolerances.BACKWARD_BF16 if case.dtype == "bfloat16" else tolerances.BACKWARD_F16
+        is_bf16 = case.dtype == "bfloat16"
+        given = {"causal": case.causal, "scale": case.head_dim**-0.5 if scale is None else scale}
+        expected = reference_gradients.exact(inputs, dout, dlogsumexp, **given, saved=saved)
+        limit = tolerances.BACKWARD_BF16 if is_bf16 else tolerances.BACKWARD_F16
+        if saved is not None:
+            unit = tolerances.BF16_UNIT if is_bf16 else tolerances.F16_UNIT
+            noise = reference_gradients.noise(
+                inputs, dout, dlogsumexp, **given, saved=saved, unit=unit
+            )
+            limit = tolerances.SOAK_BACKWARD_BF16 if is_bf16 else tolerances.BACKWARD_F16
     else:
         if saved is not None:  # the backward multiplies in bfloat16
             saved = saved._replace(out=saved.out.astype(cases.BFLOAT16))
             dout = dout.astype(cases.BFLOAT16).astype(np.float32)
         with jax.default_device(jax.devices("cpu")[0]):
-            expected = reference_gradients.model(
-                inputs, dout, dlogsumexp, case.causal, case.options(case.gradient), saved
-            )
-        limit = tolerances.GRADIENT_FP8 if saved is None else tolerances.SOAK_BACKWARD_FP8
+            expected, noise = reference_gradients.model(
+                inputs, dout, dlogsumexp, case.causal, case.options(case.gradient), saved,
+                unit=tolerances.BF16_UNIT,
+            )  # fmt: skip
+        limit = tolerances.GRADIENT_FP8 if saved is None else tolerances.SOAK_BACKWARD_BF16
     measured = {}
     for name in MAIN:
         try:
-            tolerances.check_close(grads[name], expected[name], limit)
+            tolerances.check_close(grads[name], expected[name], limit, noise=noise.get(name))
         except AssertionError as error:
             raise AssertionError(f"d{name}: {error}") from error
         measured[f"d{name}"] = float(tolerances.rel_l2(grads[name], expected[name]).max(initial=0))
@@ -182,11 +198,16 @@ def check_spoiled(case: Case, preset: str, bad: Result, clean: Result, *, is_ker
             raise AssertionError("logsumexp notices a value")
     elif np.isnan(number) and not np.isnan(out[rows]).all():
         raise AssertionError("a row that sees the number is not NaN")
-    elif not (out[others] == before[others]).all():
-        raise AssertionError("a row that does not see the number changed")
     size = np.linalg.norm(before[others])
     change = float(np.linalg.norm(out[others] - before[others]) / (size or 1))
-    # Means and scales leave the number out: with few keys that is another rounding.
-    if not change <= (0.3 if "e5m2" in preset else 0.15):
+    if preset == "native":
+        # A row without a base makes its warp look for bases in every block: the other rows may get
+        # theirs elsewhere, and with them another rounding of P, but no more than that.
+        unit = tolerances.BF16_UNIT if case.dtype == "bfloat16" else tolerances.F16_UNIT
+        limit = 4 * unit
+    else:
+        # Means and scales leave the number out: with few keys that is another rounding.
+        limit = 0.3 if "e5m2" in preset else 0.15
+    if not change <= limit:
         raise AssertionError(f"rows that do not see the number changed by {change:.3g}")
     return {"change": change}
