@@ -349,8 +349,9 @@ def test_the_soak_reached_every_kernel_and_none_hung():
     assert len(seeds) == len(set(seeds))
     assert meta["died"] == 0
     assert meta["calls"] > 5000
-    # Single heads a little beyond limits that were set with fewer of them: docs/design/numerics.md.
-    assert meta["failures"] < 0.02 * meta["cases"]
+    # docs/design/numerics.md judges each of these: another run's are to be judged there first.
+    assert meta["failures"] <= 8
+    assert meta["cut"] < 0.02 * meta["cases"]
     kinds = " ".join(row["check"] for row in rows)
     for stored in ("bf16", "f16"):
         for name in ("native", "accurate", "fast", "e5m2", "e5m2 fast"):
