@@ -13,10 +13,10 @@ import jax_fa3
 
 def environment(**extra: str) -> dict[str, str]:
     """Variables of such a process: one device, neighbours of a program can be imported."""
-    env = {**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1]), **extra}
+    env = {**os.environ, "PYTHONPATH": str(Path(jax_fa3.__file__).parents[1])}
     env.pop("XLA_FLAGS", None)
     env.pop("PYTHONSAFEPATH", None)
-    return env
+    return {**env, **extra}
 
 
 def run(
