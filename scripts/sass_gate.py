@@ -73,6 +73,7 @@ ATOMICS = ("UBLKRED", "RED", "ATOM", "ATOMG")  # additions in whatever order the
 LOADS = ("UBLKCP", "UTMALDG")  # a bulk copy, with or without a tensor map
 # V comes as the product wants it: FP8 from the quantiser, 16 bits by wgmma's own transposition.
 TRANSPOSES = ("LDSM", "MOVM", "STSM.16.MT88")
+WHY = (("spills registers", SPILLS), ("transposes", TRANSPOSES))  # what a forbidden opcode shows
 
 
 def _fp8(head_dim: int, value_columns: tuple[int, ...], *, linear: bool) -> Rule:
@@ -189,8 +190,7 @@ def check_kernel(kernel: Kernel) -> list[str]:
     ]
     for opcode in rule.forbidden:
         if count := kernel.count(opcode):
-            why = "spills registers" if opcode in SPILLS else "uses the wrong unit"
-            why = "transposes" if opcode in TRANSPOSES else why
+            why = next((w for w, those in WHY if opcode in those), "uses the wrong unit")
             failures.append(f"{short_name(kernel)}: {why}: {count} {opcode} instructions.")
     if rule.exponentials is not None:
         failures += check_exponentials(kernel, rule.exponentials)
