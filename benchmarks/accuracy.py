@@ -4,8 +4,9 @@ python benchmarks/accuracy.py --json benchmarks/results/accuracy.json
 
 Inputs: normal, outlier (the FlashAttention-3 paper's), biased (a mean per channel), each with
 2,048, 8,192 and 131,072 keys and 256 queries. Then sums that must not be lost, as long: value 1
-everywhere, and equal weights with value N(1, 1). The reference is float64, computed on the GPU or
-by NumPy without one.
+everywhere, and value N(1, 1) under equal and under random weights. The reference is float64,
+computed on the GPU or by NumPy without one. `over_model` is the error over that of the quantised
+model, which sums in float32.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ import numpy as np
 from rivals import RIVALS, add_rivals_flag
 
 from jax_fa3._cli import accuracy, bench, check, contenders, plots, results, text
-from jax_fa3._cli.accuracy import DISTRIBUTIONS, PRESETS, Problem
+from jax_fa3._cli.accuracy import DATA, PRESETS, Problem
 from jax_fa3._cli.progress import progress
 
-DATA = (*DISTRIBUTIONS, "ones", "uniform")
 SEQLENS = (2048, 8192, 131_072)
+# Largest error over the model's, where errors of sums would show.
+OVER_MODEL_LIMIT, OVER_MODEL_DATA = 1.3, ("normal", "shifted")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add_rivals_flag(made)
     add("--queries", type=text.positive_int, default=256, metavar="N", help="default 256")
     add("--heads", type=text.positive_int, default=4, metavar="N", help="default 4")
+    add("--model", action="store_true", help="also the FP8 model through XLA, on the same device")
     add("--seed", type=int, default=0, help="of the inputs (default 0)")
     add("--json", type=Path, metavar="FILE", help="write a result file, after every problem")
     add("--plot", type=Path, metavar="FILE", help="write a plot (needs matplotlib)")
@@ -94,11 +97,15 @@ def drawn_ahead(problems: Sequence[Problem], seed: int) -> Iterator[tuple[Any, .
 def outputs(
     flags: argparse.Namespace, arrays: tuple[Any, Any, Any], problem: Problem, skipped: set[str]
 ) -> Iterator[tuple[dict[str, Any], Any]]:
-    """(impl, precision, preset) and the output of everybody; who cannot run goes to `skipped`."""
+    """(impl, precision, preset) and the output of everybody, a model before its kernel; who cannot
+    run goes to `skipped`."""
     runs = contenders.kernels_run()
     for preset in flags.presets:
         native = preset == "native"
         served = runs and preset not in ("per_tensor", "block")
+        if flags.model and served and not native:
+            who = {"impl": "jax_fa3_xla", "precision": "fp8", "preset": preset}
+            yield who, accuracy.run_ours(arrays, problem, preset, "xla")
         try:
             out = accuracy.run_ours(arrays, problem, preset, "cuda" if served else "xla")
         except (NotImplementedError, RuntimeError) as error:
@@ -129,6 +136,24 @@ def outputs(
         yield {"impl": key, "precision": precision, "preset": None}, out
 
 
+def over_model(row: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, float]:
+    """{"over_model": error over that of the same preset's model}; empty without one."""
+    if row["impl"] != "jax_fa3" or row["rel_l2"] is None:
+        return {}
+    for model in before:
+        if (model["impl"], model["preset"]) == ("jax_fa3_xla", row["preset"]) and model["rel_l2"]:
+            return {"over_model": round(row["rel_l2"] / model["rel_l2"], 3)}
+    return {}
+
+
+def model_verdict(row: dict[str, Any]) -> str | None:
+    """What is wrong next to the model, or None."""
+    found = row.get("over_model", 0.0)
+    if row["data"] not in OVER_MODEL_DATA or found <= OVER_MODEL_LIMIT:
+        return None
+    return f"{found:.2f} times the error of the model, limit {OVER_MODEL_LIMIT}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser().parse_args(arguments)
     if flags.plot is not None:
@@ -152,22 +177,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             expected = accuracy.reference(*arrays, is_causal=False)
         head_dim, seqlen_k, data = problem.head_dim, problem.seqlen_k, problem.data
-        rows, known = [], set(skipped)
+        rows: list[dict[str, Any]] = []
+        known = set(skipped)
         for who, out in outputs(flags, arrays, problem, skipped):
             found = accuracy.errors(out, expected)
-            rows.append(
-                results.accuracy_row(
-                    found,
-                    **who,
-                    data=data,
-                    seqlen_k=seqlen_k,
-                    head_dim=head_dim,
-                    seqlen_q=problem.seqlen_q,
-                )
+            row = results.accuracy_row(
+                found,
+                **who,
+                data=data,
+                seqlen_k=seqlen_k,
+                head_dim=head_dim,
+                seqlen_q=problem.seqlen_q,
             )
+            rows.append({**row, **over_model(row, rows)})
             if who["impl"].startswith("jax_fa3"):
                 preset = who["preset"] or "native"
                 complaint = accuracy.verdict(preset, data, found, seqlen_k)
+                complaint = complaint or model_verdict(rows[-1])
                 if complaint is not None:
                     wrong.append(f"{preset}, {data}, {seqlen_k} keys, D {head_dim}: {complaint}")
         record.add(rows, sorted(skipped - known))

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jax_fa3._cli import accuracy, contenders, plots, results
-from jax_fa3._cli.accuracy import DISTRIBUTIONS, PRESETS, Problem
+from jax_fa3._cli.accuracy import DATA, DISTRIBUTIONS, PRESETS, Problem
 from jax_fa3._cli.progress import progress
 from jax_fa3._cli.text import UsageError, add_list_flag, positive_int, table
-
-_DATA = (*DISTRIBUTIONS, "ones", "uniform")
 
 
 def add_parser(commands: Any) -> None:
@@ -27,12 +25,12 @@ def add_parser(commands: Any) -> None:
         epilog=(
             "distributions: normal N(0,1); outlier N(0,1) + N(0,100) at 0.1% of the places; "
             "biased N(0,1) plus a mean per channel; ones: value 1, which must come back; uniform: "
-            "all keys weigh the same, value N(1,1)."
+            "all keys weigh the same, value N(1,1); shifted: value N(1,1)."
         ),
     )
     add = parser.add_argument
     add_list_flag(parser, "--presets", ["accurate", "fast", "native"], of=PRESETS)
-    add_list_flag(parser, "--data", DISTRIBUTIONS, of=_DATA)
+    add_list_flag(parser, "--data", DISTRIBUTIONS, of=DATA)
     add_list_flag(parser, "--seqlens", [512, 2048], about="numbers of keys")
     add("--queries", type=positive_int, default=256, metavar="N", help="at most (default 256)")
     add("--heads-q", type=positive_int, default=4, metavar="N", help="query heads (default 4)")

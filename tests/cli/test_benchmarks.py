@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -13,6 +14,7 @@ import pytest
 from cli.helpers import BENCHMARKS, ROOT, run
 
 import jax_fa3
+from jax_fa3._cli.accuracy import DATA
 
 MATPLOTLIB = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs the bench extra"
@@ -195,8 +197,24 @@ def test_accuracy_dry_run(tmp_path):
     done = run(BENCHMARKS / "accuracy.py", *flags, "--json", path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(path.read_text())["rows"]
-    assert {row["data"] for row in rows} == {"normal", "outlier", "biased", "ones", "uniform"}
-    assert len(rows) == 2 * 5 * 3
+    assert {row["data"] for row in rows} == set(DATA)
+    assert len(rows) == 2 * len(DATA) * 3
+
+
+def test_errors_stand_beside_the_models(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    program = importlib.import_module("accuracy")
+    model = accuracy_row(impl="jax_fa3_xla", data="shifted", rel_l2=0.002)
+    row = accuracy_row(data="shifted", rel_l2=0.0027)
+    assert program.over_model(row, [model]) == {"over_model": 1.35}
+    assert program.over_model(row, [{**model, "preset": "fast"}]) == {}
+    assert program.over_model(model, [model]) == {}
+    assert program.model_verdict({**row, "over_model": 1.3}) is None
+    assert "1.35 times the error of the model" in program.model_verdict({**row, "over_model": 1.35})
+    assert program.model_verdict({**row, "data": "outlier", "over_model": 1.35}) is None
+    table = importlib.import_module("table").accuracy_table
+    assert table([model]).splitlines()[0].endswith("| largest |")
+    assert table([model, {**row, "over_model": 1.35}]).splitlines()[3].endswith("| 1.35 |")
 
 
 DEVICE_REFERENCE = """

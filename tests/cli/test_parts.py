@@ -46,7 +46,9 @@ def test_distributions_are_what_they_say():
     key, _ = values("biased")
     assert abs(key.mean(axis=1)).mean() > 0.3
     assert (values("ones")[1] == 1).all()
-    assert abs(values("uniform")[1].mean() - 1) < 0.02
+    for data in ("uniform", "shifted"):
+        assert abs(values(data)[1].mean() - 1) < 0.02
+    assert values("shifted")[0].std() > 0.9
 
 
 def test_errors_of_a_known_difference():
@@ -69,6 +71,7 @@ def test_errors_of_a_known_difference():
         ("per_tensor", "normal", Errors(*[math.nan] * 4), "NaN or infinity"),
         ("fast", "ones", Errors(0, 0, 1, 0.5), "largest error 0.5, limit 0.01"),
         ("native", "uniform", Errors(0, 0.02, 1, 0), "relative L2 error 0.02, limit 0.01"),
+        ("fast", "shifted", Errors(0, 0.02, 1, 0), "relative L2 error 0.02, limit 0.01"),
     ],
 )
 def test_verdict(preset, data, errors, words):
