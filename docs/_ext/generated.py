@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import goals  # benchmarks/
 import harness  # benchmarks/
 import kernel_figures
 import kernel_source
@@ -138,6 +140,22 @@ def utilisation(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
     return tables if shown else []
 
 
+def reached(page: str) -> Callable[..., list[str]]:
+    """Makes what speeds reach of the goals of a page of the design notes."""
+
+    def make(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
+        found = goals.goals_table(page, rows)
+        return [found, table.source_line(meta)] if found else []
+
+    return make
+
+
+def fixed_order(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
+    """What a fixed order of additions costs the backward pass."""
+    found = goals.order_table(rows)
+    return [found, table.source_line(meta)] if found else []
+
+
 def soak(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
     """Random calls of every kernel."""
     return [soak_table.sentence(meta)] if any(row["kind"] == "soak" for row in rows) else []
@@ -152,6 +170,10 @@ PAGES = {
     "ablation": ablation,
     "utilisation": utilisation,
     "soak": soak,
+    "goals_forward": reached("forward"),
+    "goals_backward": reached("backward"),
+    "goals_quantiser": reached("quantiser"),
+    "fixed_order": fixed_order,
 }
 
 

@@ -146,8 +146,8 @@ def test_what_a_fixed_order_costs_is_that_of_the_committed_results(head_dim):
         if (row["kind"], row["impl"], row["head_dim"]) == ("bwd", "jax_fa3", head_dim):
             shape = row["seqlen_q"], row["is_causal"]
             times.setdefault(shape, {})[row["preset"] == "deterministic"] = row["ms"]
-    longer = [100 * (both[True] / both[False] - 1) for both in times.values()]
-    assert len(longer) == 4
+    longer = [100 * (both[True] / both[False] - 1) for both in times.values() if True in both]
+    assert len(longer) >= 4
     assert -3 <= jax_fa3._explain._COST_OF_ORDER[head_dim] - max(longer) <= 10
 
 
