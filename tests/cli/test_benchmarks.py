@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import processes
 import pytest
@@ -199,6 +200,25 @@ def test_accuracy_dry_run(tmp_path):
     rows = json.loads(path.read_text())["rows"]
     assert {row["data"] for row in rows} == set(DATA)
     assert len(rows) == 2 * len(DATA) * 3
+
+
+def test_tokamax_takes_configs_of_an_h100_where_it_has_none(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    rivals = importlib.import_module("rivals")
+    here = rivals.jax.local_devices()[0].device_kind
+
+    class Op:
+        def __init__(self, vjp=None, **known):
+            self.vjp = vjp
+            self.caches = {"NVIDIA H100 80GB HBM3": {"shape": "config"}, here: known}
+
+        def get_autotuning_cache(self, card):
+            return self.caches[card]
+
+    forward = Op(Op(own="tuned here"))
+    rivals._share_tuning(types.SimpleNamespace(IMPLEMENTATIONS={"mosaic_gpu": forward}))
+    assert forward.caches[here] == {"shape": "config"}
+    assert forward.vjp.caches[here] == {"own": "tuned here"}
 
 
 def test_errors_stand_beside_the_models(monkeypatch):
