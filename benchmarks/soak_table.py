@@ -20,10 +20,12 @@ _ERRORS = {
 
 def sentence(meta: dict[str, Any]) -> str:
     """What all runs made together."""
+    lengths = " and ".join(f"{run['seconds']:.0f}" for run in meta.get("runs", ()))
     return (
         f"Random calls on an {meta['card']}: {meta['cases']:,} cases and {meta['calls']:,} calls "
-        f"in {meta['seconds']:,.0f} s; {meta['failures']:,} cases failed, {meta['died']:,} "
-        "processes hung or died."
+        f"in {meta['seconds']:,.0f} s{f' (runs of {lengths} s)' if lengths else ''}; "
+        f"{meta['failures']:,} cases failed, {meta['died']:,} processes hung or died, "
+        f"{meta['cut']:,} cases were not judged, since they were cut short at the end."
     )
 
 

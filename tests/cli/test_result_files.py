@@ -180,7 +180,8 @@ def test_a_soak_of_several_seeds_adds_up(program, saved):
     assert [(run["seed"], run["cases"]) for run in meta["runs"]] == [(3, 160), (4, 400)]
     soak_table = program("soak_table")
     sentence = soak_table.sentence(meta)
-    assert "560 cases and 17,012 calls in 300 s; 3 cases failed, 1 processes" in sentence
+    assert "560 cases and 17,012 calls in 300 s (runs of 70 and 230 s); 3 cases failed" in sentence
+    assert "1 processes hung or died, 5 cases were not judged" in sentence
     line = "| forward a | 7 | 3.0e-01 | - | 2.0e-01 | - |"
     assert soak_table.tables(rows)[0].splitlines()[2:] == [line]
     assert "calls" not in program("harness").merge([pair[0], saved("c", [timing_row()])])[0]
