@@ -128,6 +128,16 @@ def lead(rows: Rows) -> list[str]:
     return [f"{LEAD}{ALONE if alone else ''}:", found] if found else []
 
 
+def model_table(rows: Rows) -> str:
+    """Errors of the kernels over those of the quantised model; empty where none was taken."""
+    taken = [row for row in rows if "over_model" in row]
+
+    def line(row: dict[str, Any]) -> str:
+        return f"{row['data']}, {row['seqlen_k']:,} keys, head_dim {row['head_dim']}"
+
+    return by_variant(taken, "inputs", line, lambda r: f"{r['over_model']:.2f}") if taken else ""
+
+
 def accuracy_table(rows: Rows) -> str:
     """Every measure of every row, and the error over the model's where it was taken."""
     model = any("over_model" in row for row in rows)

@@ -104,7 +104,9 @@ def errors(path: Path, meta: Meta, rows: Rows, folder: Path) -> list[str]:
     image = folder / f"{path.stem}_accuracy.svg"
     plots.accuracy(rows, image, columns=2)
     figure = _figure(image, "Relative L2 error over the number of keys")
-    return [figure, table.source_line(meta), table.error_table(shown)]
+    parts = [figure, table.source_line(meta), table.error_table(shown)]
+    model = table.model_table(shown)
+    return [*parts, "Errors of the kernels over those of the model:", model] if model else parts
 
 
 def training(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
