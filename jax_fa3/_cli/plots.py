@@ -72,13 +72,14 @@ def _plot(panels: dict[str, Lines], path: Path, columns: int, x: str, y: str, y_
     for axis in flat[len(panels) :]:
         axis.set_axis_off()
     labels = sorted({label for lines in panels.values() for label in lines})
+    colour = pyplot.get_cmap("tab10" if len(labels) <= 10 else "tab20")
     handles: dict[str, Any] = {}
     for axis, (title, lines) in zip(flat, panels.items(), strict=False):
         for label, points in sorted(lines.items()):
             ours = label.startswith("jax_fa3")
             (handles[label],) = axis.plot(
                 *zip(*sorted(points.items()), strict=True),
-                color=f"C{labels.index(label) % 10}",
+                color=colour(labels.index(label) % colour.N),
                 marker="o" if ours else "x",
                 linestyle="-" if ours else "--",
             )
