@@ -31,6 +31,13 @@ struct Sizes {
   int64_t batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim;
 };
 
+// Whether the device is done with a call so soon that the host's time matters.
+inline bool is_short(const Sizes& s) {
+  constexpr int64_t kRows = 1 << 16;
+  return s.batch * s.num_heads_q * s.seqlen_q <= kRows &&
+         s.batch * s.num_heads_kv * s.seqlen_k <= kRows;
+}
+
 // Into the fields of the same names; head_dim selects a kernel and is no field everywhere.
 template <class Params>
 void fill_sizes(Params& params, const Sizes& sizes) {

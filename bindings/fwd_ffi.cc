@@ -1,28 +1,10 @@
 // jax_fa3_fwd_fp8 and jax_fa3_fwd: the attention forward, from operand images and from 16-bit
 // operands.
-#include "bindings/ffi_check.h"
+#include "bindings/fp8_params.h"
 #include "bindings/handlers.h"
-#include "cuda/fwd/launch.h"
 
 namespace jax_fa3 {
 namespace {
-
-// Sizes and results that both handlers share.
-void fill_shape(Checker& check, FwdShape& shape, const Sizes& sizes,
-                ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> logsumexp,
-                ffi::ResultBuffer<ffi::S32> tile_counter, bool is_causal, bool bottom_right) {
-  check.shape("out", *out, {sizes.batch, sizes.seqlen_q, sizes.num_heads_q, sizes.head_dim});
-  check.shape("logsumexp", *logsumexp, {sizes.batch, sizes.num_heads_q, sizes.seqlen_q});
-  check.shape("tile_counter", *tile_counter, {1});
-  shape.out_is_f16 = check.kind("out", out->element_type(), false, true) == ElementKind::kF16;
-  check.hopper();
-  fill_sizes(shape, sizes);
-  shape.is_causal = is_causal;
-  shape.bottom_right = bottom_right;
-  shape.out = out->untyped_data();
-  shape.logsumexp = logsumexp->typed_data();
-  shape.tile_counter = tile_counter->typed_data();
-}
 
 ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi::F32> q_descale,
                    ffi::Buffer<ffi::F32> q_shift, ffi::AnyBuffer k_image,
@@ -40,23 +22,15 @@ ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi:
   const int64_t num_heads_kv = k_image.dimensions()[1], seqlen_q = out->dimensions()[1];
   const Sizes sizes{q_dims[0], seqlen_q, seqlen_k, q_dims[1], num_heads_kv, q_dims[3]};
   check.sizes(sizes);
+  const ImageBuffers images{q_image,   q_descale, q_shift,   k_image,
+                            k_descale, v_image,   v_descale, v_mean};
   Fp8Params params{};
-  fill_shape(check, params, sizes, out, logsumexp, tile_counter, is_causal, bottom_right);
-  check.shape("q_shift", q_shift, {sizes.batch, sizes.num_heads_q, round_up(seqlen_q, kSlab)});
-  const ElementKind element =
-      check.images(sizes, q_image, q_descale, k_image, k_descale, v_image, v_descale, v_mean);
+  fill_shape(check, params, sizes, {*out, *logsumexp, *tile_counter, is_causal, bottom_right});
+  const ElementKind element = images.check(check, sizes);
   if (check.failed()) return check.take();
-
-  params.q_image = static_cast<const uint8_t*>(q_image.untyped_data());
-  params.q_descale = q_descale.typed_data();
-  params.q_shift = q_shift.typed_data();
-  params.k_image = static_cast<const uint8_t*>(k_image.untyped_data());
-  params.k_descale = k_descale.typed_data();
-  params.v_image = static_cast<const uint8_t*>(v_image.untyped_data());
-  params.v_descale = v_descale.typed_data();
-  params.v_mean = v_mean.typed_data();
+  fill_images(params, images);
   return check.launched(launch_fwd_fp8(params, element, static_cast<int>(sizes.head_dim),
-                                       linear_exp ? Exp2::kLinear : Exp2::kExact, stream));
+                                       exp2_of(linear_exp), stream));
 }
 
 ffi::Error fwd_native(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
@@ -68,7 +42,7 @@ ffi::Error fwd_native(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   if (check.failed()) return check.take();
   const auto [batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim] = sizes;
   NativeParams params{};
-  fill_shape(check, params, sizes, out, logsumexp, tile_counter, is_causal, bottom_right);
+  fill_shape(check, params, sizes, {*out, *logsumexp, *tile_counter, is_causal, bottom_right});
   check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("v", v, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("softmax_scale", softmax_scale, {});

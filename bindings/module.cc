@@ -5,6 +5,7 @@
 #include <string>
 
 #include "bindings/handlers.h"
+#include "bindings/kept_graph.h"
 #include "cuda/common/build_info.h"
 #include "cuda/fwd/launch.h"
 
@@ -28,6 +29,7 @@ nb::dict registrations() {
   targets["jax_fa3_dequantize"] = capsule(jax_fa3::kDequantizeHandler);
   targets["jax_fa3_unrotate"] = capsule(jax_fa3::kUnrotateHandler);
   targets["jax_fa3_fwd_fp8"] = capsule(jax_fa3::kFwdFp8Handler);
+  targets["jax_fa3_quantize_fwd_fp8"] = capsule(jax_fa3::kQuantizeFwdFp8Handler);
   targets["jax_fa3_fwd"] = capsule(jax_fa3::kFwdHandler);
   targets["jax_fa3_bwd"] = capsule(jax_fa3::kBwdHandler);
   return targets;
@@ -66,6 +68,9 @@ NB_MODULE(_ext, module) {
   module.attr("host_compiler") = kHostCompiler;
   module.def("registrations", &registrations,
              "Name of each FFI target and its handler, as a capsule.");
+  module.def(
+      "graph_launches", [] { return jax_fa3::graph_launches.load(); },
+      "How often a handler launched a graph that it keeps, since the import.");
   module.def("kernels", &kernels,
              "What each forward kernel is: dtype, head_dim, tile, stages, warpgroups.");
 }

@@ -112,7 +112,7 @@ def plan(
         return Plan(
             function, "xla", (), (), quantization, (("cuda", str(reason)), (other[0], other[1]))
         )
-    targets: tuple[str, ...] = (_extension.TARGET_QUANTIZE, _extension.TARGET_FWD_FP8)
+    targets: tuple[str, ...] = (_extension.TARGET_QUANTIZE_FWD_FP8,)
     if config.precision == "native":
         targets = (_extension.TARGET_FWD,)
     facts = _kernel_facts(dims, config, dtypes) or {}

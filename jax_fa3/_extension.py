@@ -19,6 +19,7 @@ from jax_fa3 import _compat, _install
 TARGET_QUANTIZE: Final = "jax_fa3_quantize"
 TARGET_DEQUANTIZE: Final = "jax_fa3_dequantize"
 TARGET_FWD_FP8: Final = "jax_fa3_fwd_fp8"
+TARGET_QUANTIZE_FWD_FP8: Final = "jax_fa3_quantize_fwd_fp8"
 TARGET_FWD: Final = "jax_fa3_fwd"
 TARGET_BWD: Final = "jax_fa3_bwd"
 TARGET_UNROTATE: Final = "jax_fa3_unrotate"
@@ -26,6 +27,7 @@ TARGETS: Final = (
     TARGET_QUANTIZE,
     TARGET_DEQUANTIZE,
     TARGET_FWD_FP8,
+    TARGET_QUANTIZE_FWD_FP8,
     TARGET_FWD,
     TARGET_BWD,
     TARGET_UNROTATE,
@@ -104,8 +106,8 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What `jax.export.export` needs as disabled_checks to accept this package's custom calls.
 
     Exported programs name the targets "jax_fa3_quantize", "jax_fa3_dequantize", "jax_fa3_fwd_fp8",
-    "jax_fa3_fwd", "jax_fa3_bwd" and "jax_fa3_unrotate"; load them in a process that has imported a
-    jax_fa3 with the same targets.
+    "jax_fa3_quantize_fwd_fp8", "jax_fa3_fwd", "jax_fa3_bwd" and "jax_fa3_unrotate"; load them in a
+    process that has imported a jax_fa3 with the same targets.
 
     Returns: one check for each target.
     """

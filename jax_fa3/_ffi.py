@@ -1,7 +1,8 @@
 """Calls of the CUDA handlers: the only file that spells an attribute or the shape of a workspace.
 
 Targets of one forward pass:
-  precision="fp8"     jax_fa3_quantize (images and their factors), then jax_fa3_fwd_fp8
+  precision="fp8"     jax_fa3_quantize_fwd_fp8; where a backward pass follows, its two parts:
+                      jax_fa3_quantize (images and their factors), then jax_fa3_fwd_fp8
   precision="native"  jax_fa3_fwd
 and of one backward pass:
   precision="fp8"     jax_fa3_quantize again, jax_fa3_dequantize, jax_fa3_bwd, and jax_fa3_unrotate
@@ -25,6 +26,7 @@ from jax_fa3._extension import (
     TARGET_FWD,
     TARGET_FWD_FP8,
     TARGET_QUANTIZE,
+    TARGET_QUANTIZE_FWD_FP8,
     TARGET_UNROTATE,
 )
 
@@ -88,27 +90,9 @@ def quantize_operands(
       image_dtype: float8_e4m3fn or float8_e5m2.
       hadamard, smooth_key, center_value: which exact-softmax steps are applied before rounding.
     """
-    batch, seqlen_q, num_heads_q, head_dim = query.shape
-    seqlen_k, num_heads_kv = key.shape[1:3]
-    rows = _round_up(seqlen_q, PAD_Q)
-    keys = _round_up(seqlen_k, PAD_K)
-    granules = keys // PAD_K
-    chunks = -(-seqlen_k // _KEYS_PER_CHUNK) + 1
-    q_lead, kv_lead = (batch, num_heads_q), (batch, num_heads_kv)
-    results = [
-        ((*q_lead, rows, head_dim), image_dtype),
-        ((*q_lead, rows), jnp.float32),
-        ((*q_lead, rows), jnp.float32),
-        ((*kv_lead, keys, head_dim), image_dtype),
-        ((*kv_lead, granules), jnp.float32),
-        ((*kv_lead, granules, head_dim, PAD_K), image_dtype),
-        ((*kv_lead, head_dim), jnp.float32),
-        ((*kv_lead, head_dim), jnp.float32),
-        ((*kv_lead, chunks, 4, head_dim), jnp.float32),  # workspace, dropped
-    ]
     outs = _call(
         TARGET_QUANTIZE,
-        results,
+        _quantize_results(query, key, image_dtype),
         (query, key, value, factor, v_factor),
         hadamard=bool(hadamard),
         smooth_key=bool(smooth_key),
@@ -143,6 +127,43 @@ def fwd_fp8(
         ],
         tuple(images),
         seqlen_k=np.int64(seqlen_k),
+        is_causal=bool(is_causal),
+        bottom_right=bool(bottom_right),
+        linear_exp=bool(linear_exp),
+    )
+    return out, logsumexp
+
+
+def quantize_fwd_fp8(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    factor: jax.Array,
+    v_factor: jax.Array,
+    *,
+    image_dtype: Any,
+    hadamard: bool,
+    smooth_key: bool,
+    center_value: bool,
+    is_causal: bool,
+    bottom_right: bool,
+    linear_exp: bool,
+    out_dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """`fwd_fp8` of `quantize_operands` as one call: the same kernels; nobody sees the images."""
+    batch, seqlen_q, num_heads_q, head_dim = query.shape
+    out, logsumexp, *_ = _call(
+        TARGET_QUANTIZE_FWD_FP8,
+        [
+            ((batch, seqlen_q, num_heads_q, head_dim), out_dtype),
+            ((batch, num_heads_q, seqlen_q), jnp.float32),
+            _TILE_COUNTER,
+            *_quantize_results(query, key, image_dtype),
+        ],
+        (query, key, value, factor, v_factor),
+        hadamard=bool(hadamard),
+        smooth_key=bool(smooth_key),
+        center_value=bool(center_value),
         is_causal=bool(is_causal),
         bottom_right=bool(bottom_right),
         linear_exp=bool(linear_exp),
@@ -299,6 +320,30 @@ def unrotate(
         (dquery, dkey, softmax_scale, key_mean, row_sums),
     )
     return grads[0], grads[1]
+
+
+def _quantize_results(
+    query: jax.Array, key: jax.Array, image_dtype: Any
+) -> list[tuple[tuple[int, ...], Any]]:
+    """Those of `Images`, and the quantiser's workspace."""
+    batch, seqlen_q, num_heads_q, head_dim = query.shape
+    seqlen_k, num_heads_kv = key.shape[1:3]
+    rows = _round_up(seqlen_q, PAD_Q)
+    keys = _round_up(seqlen_k, PAD_K)
+    granules = keys // PAD_K
+    chunks = -(-seqlen_k // _KEYS_PER_CHUNK) + 1
+    q_lead, kv_lead = (batch, num_heads_q), (batch, num_heads_kv)
+    return [
+        ((*q_lead, rows, head_dim), image_dtype),
+        ((*q_lead, rows), jnp.float32),
+        ((*q_lead, rows), jnp.float32),
+        ((*kv_lead, keys, head_dim), image_dtype),
+        ((*kv_lead, granules), jnp.float32),
+        ((*kv_lead, granules, head_dim, PAD_K), image_dtype),
+        ((*kv_lead, head_dim), jnp.float32),
+        ((*kv_lead, head_dim), jnp.float32),
+        ((*kv_lead, chunks, 4, head_dim), jnp.float32),  # workspace, dropped
+    ]
 
 
 def _round_up(size: int, multiple: int) -> int:

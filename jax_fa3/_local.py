@@ -54,6 +54,8 @@ class Call(NamedTuple):
       function: the public function, first word of every message.
       constant_scale: softmax_scale is a plain number, so that nobody asks for its gradient.
       of_part: the keys are a part of those that gave the results which the backward pass is given.
+      keeps_images: a backward pass follows, which quantises the same arrays: where that is a call
+        of its own, XLA runs it once for both.
     """
 
     config: Config
@@ -62,6 +64,7 @@ class Call(NamedTuple):
     function: str
     constant_scale: bool
     of_part: bool = False
+    keeps_images: bool = False
 
     def operands(self, arrays: Sequence[jax.Array]) -> Operands:
         """The operands from their arrays in the order of names."""
@@ -195,7 +198,7 @@ def _dispatch(operands: Operands, call: Call) -> tuple[jax.Array, jax.Array]:
         return _xla(operands, config)
 
     def kernel(*flat: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _kernel(Operands(**dict(zip(names, flat, strict=True))), config)
+        return _kernel(Operands(**dict(zip(names, flat, strict=True))), call)
 
     def default(*flat: jax.Array) -> tuple[jax.Array, jax.Array]:
         if call.only_cuda:
@@ -217,9 +220,10 @@ def _xla(operands: Operands, config: Config) -> tuple[jax.Array, jax.Array]:
     return out, logsumexp
 
 
-def _kernel(operands: Operands, config: Config) -> tuple[jax.Array, jax.Array]:
+def _kernel(operands: Operands, call: Call) -> tuple[jax.Array, jax.Array]:
     """The FFI calls for rank-4 operands that `_explain.plan` found to be served."""
     query, key, value = operands.query, operands.key, operands.value
+    config = call.config
     bottom_right = config.causal_alignment == "bottom_right"
     if config.precision == "native":
         return _ffi.fwd_native(
@@ -230,32 +234,48 @@ def _kernel(operands: Operands, config: Config) -> tuple[jax.Array, jax.Array]:
             is_causal=config.is_causal,
             bottom_right=bottom_right,
         )
-    return _ffi.fwd_fp8(
-        quantize(operands, config),
-        seqlen_q=query.shape[1],
-        seqlen_k=key.shape[1],
-        is_causal=config.is_causal,
-        bottom_right=bottom_right,
-        linear_exp=config.quantization.softmax == "linear",
-        out_dtype=config.out_dtype,
-    )
+    options: dict[str, Any] = {
+        "is_causal": config.is_causal,
+        "bottom_right": bottom_right,
+        "linear_exp": config.quantization.softmax == "linear",
+        "out_dtype": config.out_dtype,
+    }
+    if call.keeps_images:
+        images = quantize(operands, config)
+        return _ffi.fwd_fp8(images, seqlen_q=query.shape[1], seqlen_k=key.shape[1], **options)
+    factor, v_factor = _factors(operands)
+    steps = _steps(operands, config)
+    return _ffi.quantize_fwd_fp8(query, key, value, factor, v_factor, **steps, **options)
 
 
 def quantize(operands: Operands, config: Config) -> _ffi.Images:
-    """The images of rank-4 operands as config wants them: the first FFI call of precision="fp8"."""
-    query, key, value = operands.query, operands.key, operands.value
-    quantization = config.quantization
+    """The images of rank-4 operands as config wants them."""
+    factor, v_factor = _factors(operands)
+    return _ffi.quantize_operands(
+        operands.query,
+        operands.key,
+        operands.value,
+        factor,
+        v_factor,
+        **_steps(operands, config),
+    )
+
+
+def _factors(operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Of the logits and of value, as the quantiser reads them."""
     v_factor = operands.value_descale
     if v_factor is None:
         v_factor = jnp.float32(1)
-    return _ffi.quantize_operands(
-        query,
-        key,
-        value,
-        _fp8_model.logits_factor(operands).astype(jnp.float32),
-        v_factor.astype(jnp.float32),
-        image_dtype=jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
-        hadamard=_shapes.uses_hadamard(config, query, key),
-        smooth_key=bool(quantization.smooth_key) and not _shapes.is_float8(key),
-        center_value=bool(quantization.center_value) and not _shapes.is_float8(value),
-    )
+    return _fp8_model.logits_factor(operands).astype(jnp.float32), v_factor.astype(jnp.float32)
+
+
+def _steps(operands: Operands, config: Config) -> dict[str, Any]:
+    """What the quantiser does to the operands, as keyword arguments."""
+    quantization = config.quantization
+    query, key, value = operands.query, operands.key, operands.value
+    return {
+        "image_dtype": jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
+        "hadamard": _shapes.uses_hadamard(config, query, key),
+        "smooth_key": bool(quantization.smooth_key) and not _shapes.is_float8(key),
+        "center_value": bool(quantization.center_value) and not _shapes.is_float8(value),
+    }

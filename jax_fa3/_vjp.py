@@ -49,7 +49,11 @@ def build(call: Call) -> Callable[..., Arrays]:
     with a leading 1) -> (out, logsumexp).
     """
     run_forward = _batching.forward(call)
-    forward_once = first_order_only(run_forward, SECOND_ORDER.format(function=call.function))
+    of_gradient = call._replace(keeps_images=call.config.precision == "fp8")
+    forward_once = first_order_only(
+        _batching.forward(of_gradient),
+        SECOND_ORDER.format(function=call.function),
+    )
     backward_once = first_order_only(
         _batching.backward(call), SECOND_ORDER.format(function=call.function)
     )

@@ -234,7 +234,7 @@ _ARROWS = [
 
 
 def call() -> Any:
-    """The two custom calls of a forward pass in FP8 and what passes between them."""
+    """The two steps of a forward pass in FP8 and what passes between them."""
     figure, axis = pyplot.subplots(figsize=(7.6, 2.5), layout="constrained")
     half = 0.36
     for x, y, width, text, colour in _BOXES.values():

@@ -100,6 +100,7 @@ def test_every_target_has_a_handler(ext):
         "jax_fa3_dequantize",
         "jax_fa3_unrotate",
         "jax_fa3_fwd_fp8",
+        "jax_fa3_quantize_fwd_fp8",
         "jax_fa3_fwd",
         "jax_fa3_bwd",
     }

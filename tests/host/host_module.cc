@@ -19,6 +19,7 @@ namespace py = pybind11;
 using namespace jax_fa3;  // NOLINT: the module is a list of names
 
 void bind_quantize(py::module_& module);  // host_quantize.cc
+void bind_graphs(py::module_& module);    // host_graphs.cc
 
 namespace {
 
@@ -144,4 +145,5 @@ PYBIND11_MODULE(host_module, m) {
   bind_numerics(m);
   bind_grid(m);
   bind_quantize(m);
+  bind_graphs(m);
 }

@@ -85,7 +85,7 @@ def cuda_text(fn: Callable[..., Any], *args: Any) -> str:
     """StableHLO of fn lowered for CUDA; no GPU is needed. Factors of the quantiser have the shapes
     that its handler takes, in every program."""
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    for types in re.findall(r"custom_call @jax_fa3_quantize\(.* : \((.*)\) -> ", text):
+    for types in re.findall(r"custom_call @jax_fa3_quantize\w*\(.* : \((.*)\) -> ", text):
         _, key, _, *factors = re.findall(r"tensor<([^>]*)>", types)
         batch, _, heads_kv, *_ = key.split("x")
         assert set(factors) <= {"f32", f"{batch}x{heads_kv}xf32"}, factors

@@ -87,7 +87,7 @@ class TestWithExtension:
         monkeypatch.setattr(_extension, "kernels", lambda: KERNELS)
         plan = jax_fa3.explain(*structs(head_dim=128), quantization=Quantization.fast())
         assert plan.path == "cuda"
-        assert plan.targets == ("jax_fa3_quantize", "jax_fa3_fwd_fp8")
+        assert plan.targets == ("jax_fa3_quantize_fwd_fp8",)
         assert dict(plan.kernel)["name"] == "fwd_e4m3_d128_linear"
         text = str(plan)
         for part in (

@@ -1,0 +1,138 @@
+// bindings/kept_graph.h over a runtime that only writes down what it is asked for. A graph is the list
+// of numbers that were launched while it was recorded.
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "bindings/kept_graph.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Work = std::vector<int>;
+
+struct FakeRuntime {
+  std::vector<std::string> asked;  // for what
+  std::set<std::string> refused;
+  Work done, recorded;
+  bool recording = false;
+
+  cudaError_t answer(const std::string& what) {
+    asked.push_back(what);
+    return refused.count(what) != 0 ? cudaErrorUnknown : cudaSuccess;
+  }
+};
+FakeRuntime fake;
+
+const auto kOwnStream = reinterpret_cast<cudaStream_t>(1);
+const auto kStream = reinterpret_cast<cudaStream_t>(2);
+
+Work* work(void* graph) { return static_cast<Work*>(graph); }
+
+}  // namespace
+
+extern "C" {
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = fake.refused.count("not recording") != 0 ? cudaStreamCaptureStatusActive
+                                                     : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
+  *stream = kOwnStream;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  fake.recorded.clear();
+  const cudaError_t status = fake.answer("record");
+  fake.recording = status == cudaSuccess;
+  return status;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+  fake.recording = false;
+  *graph = reinterpret_cast<cudaGraph_t>(new Work(fake.recorded));
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete work(graph);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  *count = work(graph)->size();
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  const cudaError_t status = fake.answer("make");
+  if (status == cudaSuccess) *exec = reinterpret_cast<cudaGraphExec_t>(new Work(*work(graph)));
+  return status;
+}
+cudaError_t cudaGraphExecUpdate(cudaGraphExec_t exec, cudaGraph_t graph,
+                                cudaGraphExecUpdateResultInfo*) {
+  if (work(exec)->size() != work(graph)->size()) return cudaErrorGraphExecUpdateFailure;
+  const cudaError_t status = fake.answer("change");
+  if (status == cudaSuccess) *work(exec) = *work(graph);
+  return status;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  fake.asked.push_back("destroy");
+  delete work(exec);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t) {
+  const cudaError_t status = fake.answer("launch graph");
+  fake.done.insert(fake.done.end(), work(exec)->begin(), work(exec)->end());
+  return status;
+}
+}
+
+namespace {
+
+// A call that launches the numbers in `work`: (status, what the runtime was asked for, what was done).
+// With "launch" in `refused` its first launch fails.
+struct Call {
+  int64_t key;
+  Work work;
+};
+
+py::tuple run(jax_fa3::KeptGraphs<int64_t>* graphs, const Call& call, bool is_short,
+              const std::set<std::string>& refused) {
+  fake.asked.clear(), fake.done.clear(), fake.refused = refused;
+  const auto launch = [&](cudaStream_t stream) {
+    if ((stream == kOwnStream) != fake.recording) return cudaErrorInvalidValue;
+    if (refused.count("launch") != 0) return cudaErrorInvalidConfiguration;
+    Work& to = fake.recording ? fake.recorded : fake.done;
+    to.insert(to.end(), call.work.begin(), call.work.end());
+    return cudaSuccess;
+  };
+  const cudaError_t status = graphs != nullptr
+                                 ? graphs->run(call.key, kStream, launch)
+                                 : jax_fa3::launch_short(is_short, call.key, kStream, launch);
+  return py::make_tuple(static_cast<int>(status), fake.asked, fake.done);
+}
+
+}  // namespace
+
+void bind_graphs(py::module_& module) {
+  using Graphs = jax_fa3::KeptGraphs<int64_t>;
+  py::class_<Graphs>(module, "KeptGraphs")
+      .def(py::init<>())
+      .def_property_readonly_static("most", [](const py::object&) { return Graphs::kMost + 0; })
+      .def("run",
+           [](Graphs& graphs, int64_t key, const Work& work, const std::set<std::string>& refused) {
+             return run(&graphs, Call{key, work}, true, refused);
+           });
+  module.def("launch_short", [](bool is_short, int64_t key, const Work& work,
+                                const std::set<std::string>& refused) {
+    return run(nullptr, Call{key, work}, is_short, refused);
+  });
+}
