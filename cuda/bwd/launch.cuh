@@ -44,8 +44,11 @@ inline TileOrder bwd_order(const BwdParams& p, int seqlen, int block, int heads,
 // not been tried.
 inline bool may_overlap(cudaStream_t stream) {
   cudaStreamCaptureStatus capture;
-  return cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
-         capture == cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess) {
+    cudaGetLastError();  // else it would be taken for that of a launch
+    return false;
+  }
+  return capture == cudaStreamCaptureStatusNone;
 }
 
 // The launch may start once the CTAs of the one before it let it: ptx/dependent.cuh.
