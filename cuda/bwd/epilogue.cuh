@@ -65,50 +65,73 @@ __device__ __forceinline__ void rotate_back(float (&acc)[kColumns / 2]) {
   }
 }
 
-// acc[4j + {0, 1}]: columns 8j + 2t, +1 of row g; acc[4j + {2, 3}]: of row g + 8. Row r goes to
-// `rows` + r * row_stride bytes if r < num_rows. `staging` has 16 * kColumns * 2 bytes.
+// acc[4j + {0, 1}]: columns 8j + 2t, +1 of row g; acc[4j + {2, 3}]: of row g + 8, where lane = 4g + t.
+// Row r goes to `rows` + r * row_stride bytes if r < num_rows. `staging` has 16 * kColumns * 2 bytes:
+// the 16-byte pieces of a row change places by the row, against bank conflicts.
 template <bool kIsBf16, int kColumns>
 __device__ __forceinline__ void store_warp_rows(const float (&acc)[kColumns / 2], float factor,
                                                 uint32_t staging, char* rows, int64_t row_stride,
                                                 int num_rows) {
-  constexpr int kPieces = kColumns / 8;  // of 16 bytes in a row; swizzled against bank conflicts
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  constexpr uint32_t kRowBytes = kColumns * 2, kPieces = kColumns / 8, kRowsAtOnce = 32 / kPieces;
+  const uint32_t lane = threadIdx.x % 32;
+  // Lane l gives row l % 16 of a 16 x 16 block; lanes from 16 on its right half.
+  const uint32_t to = lane % 16 * kRowBytes + (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
+  for (int block = 0; block < kColumns / 16; ++block) {
+    uint32_t four[4];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      ptx::store_shared(
-          staging + (g + 8 * r) * (kColumns * 2) + (j ^ g) * 16 + 4 * t,
-          pack_16bit<kIsBf16>(acc[4 * j + 2 * r] * factor, acc[4 * j + 2 * r + 1] * factor));
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = acc + 8 * block + 2 * i;
+      four[i] = pack_16bit<kIsBf16>(pair[0] * factor, pair[1] * factor);
     }
+    ptx::store_matrices_x4(staging + (to ^ 32 * block), four);
   }
   __syncwarp();
+  const uint32_t row = lane / kPieces, piece = lane % kPieces;
+  const uint32_t from = row * kRowBytes + (piece ^ row) * 16;
+  uint4 data[16 / kRowsAtOnce];
 #pragma unroll
-  for (int i = 0; i < 16 * kPieces / 32; ++i) {
-    const int row = (i * 32 + lane) / kPieces, piece = (i * 32 + lane) % kPieces;
-    const uint4 data =
-        ptx::load_shared_x4(staging + row * (kColumns * 2) + (piece ^ (row & 7)) * 16);
-    if (row < num_rows) *reinterpret_cast<uint4*>(rows + row * row_stride + piece * 16) = data;
+  for (int i = 0; i < 16 / kRowsAtOnce; ++i)
+    data[i] = ptx::load_shared_x4(staging + (from ^ i * kRowsAtOnce % 8 * 16) + i * 512);
+  char* target = rows + row * row_stride + piece * 16;
+#pragma unroll
+  for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
+    if (static_cast<int>(row + i * kRowsAtOnce) < num_rows)
+      *reinterpret_cast<uint4*>(target) = data[i];
+    target += kRowsAtOnce * row_stride;
   }
   __syncwarp();  // the staging may be written again
 }
 
-// dK and dV of a math warpgroup's 64 keys; `staging` of every warp has 16 * head_dim * 2 bytes.
+// A gradient of a math warpgroup's 64 keys or values, times `factor`; `staging` of every warp has
+// 16 * head_dim * 2 bytes.
 template <class Config>
-__device__ __forceinline__ void store_key_grads(
-    const BwdParams& p, const BwdWalk<Config>& walk, int warpgroup,
-    float (&acc_dk)[BwdTraits<Config>::kHeadDim / 2],
-    const float (&acc_dv)[BwdTraits<Config>::kHeadDim / 2], uint32_t staging) {
+__device__ __forceinline__ void store_grads(const BwdParams& p, const BwdWalk<Config>& walk,
+                                            int warpgroup,
+                                            const float (&acc)[BwdTraits<Config>::kHeadDim / 2],
+                                            float factor, void* grads, uint32_t staging) {
   using Traits = BwdTraits<Config>;
   const int warp_key = walk.first_key + warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
   const HeadRows<Traits::kHeadDim> rows(walk.batch, p.seqlen_k, p.num_heads_kv, walk.kv_head,
                                         warp_key);
   store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(
-      acc_dv, 1.0f, staging, static_cast<char*>(p.dv) + rows.offset, rows.stride, rows.count);
-  if (p.input_scale != nullptr) rotate_back<Traits::kHeadDim>(acc_dk);
-  store_warp_rows<Traits::kIsBf16, Traits::kHeadDim>(acc_dk, __ldg(p.softmax_scale), staging,
-                                                     static_cast<char*>(p.dk) + rows.offset,
-                                                     rows.stride, rows.count);
+      acc, factor, staging, static_cast<char*>(grads) + rows.offset, rows.stride, rows.count);
+}
+
+template <class Config>
+__device__ __forceinline__ void store_value_grads(
+    const BwdParams& p, const BwdWalk<Config>& walk, int warpgroup,
+    const float (&acc_dv)[BwdTraits<Config>::kHeadDim / 2], uint32_t staging) {
+  store_grads(p, walk, warpgroup, acc_dv, 1.0f, p.dv, staging);
+}
+
+template <class Config>
+__device__ __forceinline__ void store_key_grads(const BwdParams& p, const BwdWalk<Config>& walk,
+                                                int warpgroup,
+                                                float (&acc_dk)[BwdTraits<Config>::kHeadDim / 2],
+                                                float softmax_scale, uint32_t staging) {
+  if (p.input_scale != nullptr) rotate_back<BwdTraits<Config>::kHeadDim>(acc_dk);
+  store_grads(p, walk, warpgroup, acc_dk, softmax_scale, p.dk, staging);
 }
 
 }  // namespace jax_fa3

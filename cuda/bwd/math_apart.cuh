@@ -145,7 +145,8 @@ __device__ __forceinline__ void bwd_math_apart_loop(const BwdParams& p, const Bw
   // The warp's own rows of V, which only its lanes have read.
   __syncwarp();
   const uint32_t staging = smem.values() + (warpgroup * 4 + thread / 32) * 16 * 128;
-  store_key_grads(p, walk, warpgroup, acc_dk, acc_dv, staging);
+  store_value_grads(p, walk, warpgroup, acc_dv, staging);
+  store_key_grads(p, walk, warpgroup, acc_dk, __ldg(p.softmax_scale), staging);
 }
 
 }  // namespace jax_fa3

@@ -29,6 +29,13 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
 
   const float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
 
+  // For the warp's rows of dV and dK: the staging, or where dQ is still in it V, which both warpgroups are
+  // done with.
+  const auto rows_staging = [&] {
+    const uint32_t warp = warpgroup * 4 + ptx::opaque(thread) / 32;
+    return kMakesDq ? smem.values() + warp * 16 * Traits::kHeadDim * 2 : staging;
+  };
+  float dk_factor = 0.0f;
   if (walk.num_steps > 0) {
     using Smem = BwdSmem<Config>;
     // Descriptors are built where they are used, from one register.
@@ -72,6 +79,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
         ptx::pin(acc_dq);
         stage_query_grads(acc_dq, staging);
       }
+      if constexpr (kFirst) ptx::mbarrier_wait(smem.v_full(), 0);
       ptx::mbarrier_wait(smem.do_full(do_stage(i)), i / Traits::kDoStages & 1);
       ScoreAcc acc_dp;
       ptx::forget(acc_dp);
@@ -143,7 +151,6 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
     };
 
     ptx::mbarrier_wait(smem.k_full(), 0);
-    ptx::mbarrier_wait(smem.v_full(), 0);
     ScoreAcc acc_s;
     Piece acc_dq;
     ptx::mbarrier_wait(smem.q_full(0), 0);
@@ -156,6 +163,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       make_score_grads(acc_s, acc_dq, i, std::false_type{});
       finish_step(acc_s, i);
     }
+    ptx::pin(acc_dv);
+    dk_factor = __ldg(p.softmax_scale);  // its latency passes beside the products
     issue_grads(acc_dq, walk.num_steps - 1);
     if constexpr (kMakesDq) {
       ptx::wgmma_wait<1>();
@@ -163,16 +172,17 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       stage_query_grads(acc_dq, staging);
       add_last_query_grads();
     }
+    // While the last dK runs.
+    store_value_grads(p, walk, warpgroup, acc_dv, rows_staging());
     ptx::wgmma_wait<0>();
-    ptx::pin(acc_dv);
     ptx::pin(acc_dk);
-    if constexpr (kMakesDq) {
-      if (thread % 32 == 0) ptx::bulk_wait_read();
-      __syncwarp();
-    }
+  } else {
+    store_value_grads(p, walk, warpgroup, acc_dv, rows_staging());
   }
-
-  store_key_grads(p, walk, warpgroup, acc_dk, acc_dv, staging);
+  store_key_grads(p, walk, warpgroup, acc_dk, dk_factor, rows_staging());
+  if constexpr (kMakesDq) {
+    if (thread % 32 == 0) ptx::bulk_wait_read();
+  }
 }
 
 }  // namespace jax_fa3
