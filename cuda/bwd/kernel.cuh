@@ -38,7 +38,9 @@
 //   joint    issue S;  barrier;  issue dQ_{i-1} = dS K;  issue dK += dS^T Q_{i-1};  wait for S;
 //            P = exp2(S scaled), masked;  wait for dQ_{i-1}, stage it;  issue dP;  wait for dK_{i-1},
 //            release q;  issue dV += P dO_i;  add dQ_{i-1} to global memory;  wait for dP;
-//            dS = P dP;  write dS^T;  wait for dV, release dout
+//            dS = P dP;  write dS^T;  wait for dV, release dout. Steps go two by two; dV of the CTA leaves
+//            while the last dK runs. Where the second math warpgroup sees nothing of the first step
+//            (causal), it makes only its piece of dQ of that one, which comes from 64 keys.
 //   kApart unrolls its steps over the rings. Without kMakesDq they are the same, less dQ and the way of
 //   dS^T to shared memory.
 // Numerics   P and dS are rounded to 16 bits for the products, everything else is f32.

@@ -44,8 +44,11 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
     BwdStep<Config> step(p, walk);
     BwdStep<Config> last = step;
     const auto add_last_query_grads = [&] { add_query_grads(p, walk, last, warpgroup, staging); };
-    const auto q_stage = [](int i) { return i % Traits::kQStages; };
-    const auto do_stage = [](int i) { return i % Traits::kDoStages; };
+    const auto q_stage = [](uint32_t i) { return i % Traits::kQStages; };
+    const auto do_stage = [](uint32_t i) { return i % Traits::kDoStages; };
+    const auto q_parity = [](uint32_t i) { return i / Traits::kQStages & 1; };
+    const auto do_parity = [](uint32_t i) { return i / Traits::kDoStages & 1; };
+    const auto buffer = [](uint32_t i) { return i % 2; };  // of dS
     const auto issue_scores = [&](ScoreAcc& acc_s, int i) {
       ptx::forget(acc_s);
       ptx::wgmma_fence();
@@ -59,14 +62,13 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
           true);
       ptx::wgmma_commit();
     };
-    // Scores to frag_ds of step i, with dP and dV on the way.
-    const auto make_score_grads = [&](ScoreAcc& acc_s, Piece& acc_dq, int i, auto is_first) {
-      constexpr bool kFirst = decltype(is_first)::value;
-      if constexpr (kFirst) {
-        ptx::wgmma_wait<0>();
-      } else {
-        ptx::wgmma_wait<1 + kMakesDq>();  // S of this step; dQ and dK of the last run on
-      }
+    // Scores to frag_ds of step i, with dP and dV on the way. `follows`: there is a step before it, whose
+    // dQ runs on; `saw_last`: and its dK, since this warpgroup took part.
+    const auto make_score_grads = [&](ScoreAcc& acc_s, Piece& acc_dq, int i, auto follows,
+                                      auto saw_last) {
+      constexpr bool kFollows = decltype(follows)::value, kSawLast = decltype(saw_last)::value;
+      constexpr bool kHasDq = kMakesDq && kFollows;
+      ptx::wgmma_wait<kHasDq + kSawLast>();  // S
       ptx::pin(acc_s);
 #pragma unroll
       for (int i = 0; i < Scores::kScores; ++i) acc_s[i] = ptx::exp2_f32(acc_s[i] * scale_log2);
@@ -74,13 +76,13 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       if (first_row < full_from) Scores::mask(acc_s, p, walk, warpgroup, thread, first_row);
       // NOTE: without the pin the compiler sinks the exponentials below the waits.
       ptx::pin(acc_s);
-      if constexpr (!kFirst && kMakesDq) {
-        ptx::wgmma_wait<1>();  // dQ of the last step
+      if constexpr (kHasDq) {
+        ptx::wgmma_wait<kSawLast>();  // dQ of the last step
         ptx::pin(acc_dq);
         stage_query_grads(acc_dq, staging);
       }
-      if constexpr (kFirst) ptx::mbarrier_wait(smem.v_full(), 0);
-      ptx::mbarrier_wait(smem.do_full(do_stage(i)), i / Traits::kDoStages & 1);
+      if constexpr (!kSawLast) ptx::mbarrier_wait(smem.v_full(), 0);
+      ptx::mbarrier_wait(smem.do_full(do_stage(i)), do_parity(i));
       ScoreAcc acc_dp;
       ptx::forget(acc_dp);
       ptx::wgmma_fence();
@@ -92,8 +94,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       Product::issue_scores(acc_dp, Product::key_descriptor(base + Smem::kValues16, warpgroup),
                             Product::scores_descriptor(out_grads), true);
       ptx::wgmma_commit();
-      if constexpr (!kFirst) {
-        ptx::wgmma_wait<1>();  // dK of the last step
+      if constexpr (kFollows) {
+        if constexpr (kSawLast) ptx::wgmma_wait<1>();  // dK of the last step
         ptx::mbarrier_arrive(smem.q_empty(q_stage(i - 1)));
       }
       uint32_t frag_p[Product::kFrags];
@@ -102,10 +104,10 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
         frag_p[i] = pack_16bit<Traits::kIsBf16>(acc_s[2 * i], acc_s[2 * i + 1]);
       ptx::pin(frag_p);
       ptx::wgmma_fence();
-      Product::issue_grads(acc_dv, frag_p, Product::grads_descriptor(out_grads), !kFirst);
+      Product::issue_grads(acc_dv, frag_p, Product::grads_descriptor(out_grads), kSawLast);
       ptx::wgmma_commit();
       // Only now, since its fence waits for the stores of the staging.
-      if constexpr (!kFirst && kMakesDq) add_last_query_grads();
+      if constexpr (kHasDq) add_last_query_grads();
       ptx::wgmma_wait<1>();  // dP
       ptx::pin(acc_dp);
 #pragma unroll
@@ -116,7 +118,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       last = step;
       step.advance(walk);
     };
-    const auto issue_grads = [&](Piece& acc_dq, int i) {
+    // dQ and dK of step i, or only what the warpgroups that saw it have to give.
+    const auto issue_grads = [&](Piece& acc_dq, int i, auto all_saw, auto saw) {
       const uint32_t base = base16();
       if constexpr (kMakesDq) {
         // Both halves of dS^T are written; and both warpgroups are done with the other buffer, whose
@@ -124,14 +127,17 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
         ptx::named_barrier_sync(Traits::kDqBarrier, Traits::kDqThreads);
         ptx::forget(acc_dq);
         ptx::wgmma_fence();
-        Product::issue_query_grads(acc_dq,
-                                   Product::score_grad_descriptor(base + Smem::kScoreGrads16 +
-                                                                  i % 2 * Smem::kScoreGradBytes16),
-                                   Product::key_rows_descriptor(base + Smem::kKeys16, warpgroup));
+        constexpr int kKeys = decltype(all_saw)::value ? Traits::kBlockKv : Traits::kBlockKv - 64;
+        Product::template issue_query_grads<kKeys>(
+            acc_dq,
+            Product::score_grad_descriptor(base + Smem::kScoreGrads16 +
+                                           buffer(i) * Smem::kScoreGradBytes16),
+            Product::key_rows_descriptor(base + Smem::kKeys16, warpgroup));
         ptx::wgmma_commit();
       } else {
         ptx::wgmma_fence();
       }
+      if constexpr (!decltype(saw)::value) return;
       const uint32_t queries = base + Smem::kQueries16 + q_stage(i) * Smem::kQueryBytes16;
       Product::issue_grads(acc_dk, frag_ds, Product::grads_descriptor(queries), i > 0);
       ptx::wgmma_commit();
@@ -139,13 +145,12 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
 
     // What follows dS of step i: its way to shared memory and the start of the next scores, while
     // dV runs.
-    const auto finish_step = [&](ScoreAcc& acc_s, int i) {
+    const auto finish_step = [&](int i) {
       if constexpr (kMakesDq) {
-        Scores::store_grads(smem.score_grads(i % 2), frag_ds, warpgroup, thread);
+        Scores::store_grads(smem.score_grads(buffer(i)), frag_ds, warpgroup, thread);
         ptx::fence_async_proxy();
       }
-      if (i + 1 < walk.num_steps)
-        ptx::mbarrier_wait(smem.q_full(q_stage(i + 1)), (i + 1) / Traits::kQStages & 1);
+      if (i + 1 < walk.num_steps) ptx::mbarrier_wait(smem.q_full(q_stage(i + 1)), q_parity(i + 1));
       ptx::wgmma_wait<0>();  // dV
       ptx::mbarrier_arrive(smem.do_empty(do_stage(i)));
     };
@@ -153,19 +158,47 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
     ptx::mbarrier_wait(smem.k_full(), 0);
     ScoreAcc acc_s;
     Piece acc_dq;
-    ptx::mbarrier_wait(smem.q_full(0), 0);
-    issue_scores(acc_s, 0);
-    make_score_grads(acc_s, acc_dq, 0, std::true_type{});
-    finish_step(acc_s, 0);
-    for (int i = 1; i < walk.num_steps; ++i) {
+    constexpr std::true_type kYes;
+    constexpr std::false_type kNo;
+    const auto run_step = [&](int i, auto all_saw_last, auto saw_last) {
       issue_scores(acc_s, i);
-      issue_grads(acc_dq, i - 1);
-      make_score_grads(acc_s, acc_dq, i, std::false_type{});
-      finish_step(acc_s, i);
+      issue_grads(acc_dq, i - 1, all_saw_last, saw_last);
+      make_score_grads(acc_s, acc_dq, i, kYes, saw_last);
+      finish_step(i);
+    };
+    // NOTE: from here on the sums are registers, also where nothing has been added yet; else ptxas
+    // serialises (C7514).
+    ptx::pin(acc_dv);
+    ptx::pin(acc_dk);
+    ptx::mbarrier_wait(smem.q_full(0), 0);
+    // Where the last warpgroup sees nothing of the first step, it leaves that step out but for its piece
+    // of dQ, which comes from the other's keys alone.
+    const bool is_late =
+        walk.num_steps > 1 && Scores::last_sees_none(p, walk, walk.first_q_block * Traits::kBlockQ);
+    if (!is_late || warpgroup == 0) {
+      issue_scores(acc_s, 0);
+      make_score_grads(acc_s, acc_dq, 0, kNo, kNo);
+      finish_step(0);
+      if (is_late) run_step(1, kNo, kYes);
+    } else {
+      last = step;
+      step.advance(walk);
+      ptx::mbarrier_wait(smem.do_full(0), 0);
+      ptx::mbarrier_arrive(smem.do_empty(0));
+      ptx::mbarrier_wait(smem.q_full(1), 0);
+      run_step(1, kNo, kNo);
+    }
+    if (!is_late && walk.num_steps > 1) run_step(1, kYes, kYes);
+    // Two by two, so that the stages of dO and the buffers of dS are constants.
+    for (int pair = 1;; ++pair) {
+      if (2 * pair >= walk.num_steps) break;
+      run_step(2 * pair, kYes, kYes);
+      if (2 * pair + 1 >= walk.num_steps) break;
+      run_step(2 * pair + 1, kYes, kYes);
     }
     ptx::pin(acc_dv);
     dk_factor = __ldg(p.softmax_scale);  // its latency passes beside the products
-    issue_grads(acc_dq, walk.num_steps - 1);
+    issue_grads(acc_dq, walk.num_steps - 1, kYes, kYes);
     if constexpr (kMakesDq) {
       ptx::wgmma_wait<1>();
       ptx::pin(acc_dq);

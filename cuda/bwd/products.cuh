@@ -97,11 +97,12 @@ struct BwdProducts : TileProducts<typename Config::Element, Config::kHeadDim,
     ptx::WgmmaSs<ptx::Bf16, ptx::Bf16, float, Traits::kBlockQ>::run(acc, ones, b, 0);
   }
 
-  // acc = dS K over the CTA's keys: one piece of dQ.
+  // acc = dS K over the CTA's first kKeys keys: one piece of dQ.
+  template <int kKeys = Traits::kBlockKv>
   __device__ __forceinline__ static void issue_query_grads(float (&acc)[kPiece], uint64_t a,
                                                            uint64_t b) {
 #pragma unroll
-    for (int step = 0; step < Traits::kBlockKv / 16; ++step) {
+    for (int step = 0; step < kKeys / 16; ++step) {
       ptx::WgmmaSsMn<Element, Element, float, 64>::run(acc, a + step * kRowStep,
                                                        b + step * kRowStep, step > 0);
     }

@@ -28,6 +28,15 @@ struct BwdScores {
                                   : INT_MIN;
   }
 
+  // Whether a step holds no score that the last warpgroup sees. Only a head's first step can.
+  __device__ __forceinline__ static bool last_sees_none(const BwdParams& p,
+                                                        const BwdWalk<Config>& walk,
+                                                        int first_row) {
+    constexpr int kKey = Traits::kBlockKv - 64;
+    return p.is_causal &&
+           first_row + Traits::kBlockQ <= walk.first_key + kKey - p.key_range().diagonal;
+  }
+
   __device__ __forceinline__ static void mask(Acc& acc, const BwdParams& p,
                                               const BwdWalk<Config>& walk, int warpgroup,
                                               uint32_t thread, int first_row) {
