@@ -43,13 +43,11 @@ def exact(
     """
     grads = {name: np.zeros(inputs[name].shape) for name in MAIN}
     for x in _heads(inputs, dout, dlogsumexp, causal, scale, saved):
-        grads["query"][x.query_place] = x.ds @ x.k
-        grads["key"][x.key_place] += x.ds.T @ x.q
-        grads["value"][x.key_place] += x.p.T @ x.g
+        _add_gradients(grads, x)
     return grads
 
 
-def noise(
+def exact_and_noise(
     inputs: dict[str, Any],
     dout: Any,
     dlogsumexp: Any,
@@ -58,27 +56,29 @@ def noise(
     scale: float,
     saved: Result,
     unit: float,
-) -> dict[str, Any]:
-    """Expected size of what the kernels' roundings move dquery and dkey by, before they are known.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`exact`, and the expected size of what the kernels' roundings move dquery and dkey by.
 
     The formula of the gradients with squares in place of values. `unit` is the rounding of the
     dtype in which dS and the results are written; sums are those of the tensor cores, which cut a
     float32 sum off after each 16 products and start or end with the row's logsumexp, so logits of
-    thousands cost probabilities. Returns row norms, [..., 1].
+    thousands cost probabilities. The noise are row norms, [..., 1].
     """
+    grads = {name: np.zeros(inputs[name].shape) for name in MAIN}
     head_dim = inputs["query"].shape[-1]
     cut = 2.0**-24 * max(head_dim / 64, 1)
     squares = {name: np.zeros((*inputs[name].shape[:-1], 1)) for name in ("query", "key")}
     for x in _heads(inputs, dout, dlogsumexp, causal, scale, saved):
+        dquery, dkey = _add_gradients(grads, x)
         squared_q, squared_k = (x.q**2).sum(axis=1), (x.k**2).sum(axis=1)
         logit = cut**2 * (scale**2 * (x.q**2 @ (x.k**2).T) + x.level[:, None] ** 2)
         difference = cut**2 * ((x.g**2) @ (x.v**2).T + x.delta[:, None] ** 2)
         ds = x.ds**2 * (unit**2 + logit) + (x.p * scale) ** 2 * difference
-        own = unit**2 * ((x.ds @ x.k) ** 2).sum(axis=1)
+        own = unit**2 * (dquery**2).sum(axis=1)
         squares["query"][x.query_place] = (ds @ squared_k + own)[:, None]
-        own = unit**2 * ((x.ds.T @ x.q) ** 2).sum(axis=1)
+        own = unit**2 * (dkey**2).sum(axis=1)
         squares["key"][x.key_place] += (ds.T @ squared_q + own)[:, None]
-    return {name: np.sqrt(x) for name, x in squares.items()}
+    return grads, {name: np.sqrt(x) for name, x in squares.items()}
 
 
 class _Head(NamedTuple):
@@ -94,6 +94,15 @@ class _Head(NamedTuple):
     level: Any  # logsumexp, 0 for rows that see no key
     delta: Any
     ds: Any
+
+
+def _add_gradients(grads: dict[str, Any], x: _Head) -> tuple[Any, Any]:
+    """Adds those of one query head; returns its dquery and dkey."""
+    dquery, dkey = x.ds @ x.k, x.ds.T @ x.q
+    grads["query"][x.query_place] = dquery
+    grads["key"][x.key_place] += dkey
+    grads["value"][x.key_place] += x.p.T @ x.g
+    return dquery, dkey
 
 
 def _heads(
@@ -171,8 +180,9 @@ def model(
     given = {"causal": causal, "scale": ln_2}
     if saved is not None:
         saved = saved._replace(logsumexp=saved.logsumexp - ln_2 * np.asarray(shift))
-        size = noise(multiplied, dout, dlogsumexp, **given, saved=saved, unit=unit)
-    grads = exact(multiplied, dout, dlogsumexp, **given, saved=saved)
+        grads, size = exact_and_noise(multiplied, dout, dlogsumexp, **given, saved=saved, unit=unit)
+    else:
+        grads = exact(multiplied, dout, dlogsumexp, **given)
 
     def back(g: dict[str, Any], dshift: Any) -> dict[str, Any]:
         cotangents = (*(jnp.asarray(g[name], jnp.float32) for name in MAIN), jnp.asarray(dshift))

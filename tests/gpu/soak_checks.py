@@ -139,11 +139,12 @@ def check_gradients(
     if case.gradient in (None, "native") or case.is_empty:
         is_bf16 = case.dtype == "bfloat16"
         given = {"causal": case.causal, "scale": case.head_dim**-0.5 if scale is None else scale}
-        expected = reference_gradients.exact(inputs, dout, dlogsumexp, **given, saved=saved)
         limit = tolerances.BACKWARD_BF16 if is_bf16 else tolerances.BACKWARD_F16
-        if saved is not None:
+        if saved is None:
+            expected = reference_gradients.exact(inputs, dout, dlogsumexp, **given)
+        else:
             unit = tolerances.BF16_UNIT if is_bf16 else tolerances.F16_UNIT
-            noise = reference_gradients.noise(
+            expected, noise = reference_gradients.exact_and_noise(
                 inputs, dout, dlogsumexp, **given, saved=saved, unit=unit
             )
             limit = tolerances.SOAK_BACKWARD_BF16 if is_bf16 else tolerances.BACKWARD_F16
