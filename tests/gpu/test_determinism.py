@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from gpu import reference
 
@@ -239,29 +237,16 @@ def test_command_buffers(tmp_path: Path) -> None:
     """The same bits with launches recorded into command buffers, and with none."""
     kinds = {"recorded": COMMAND_BUFFER_FLAGS, "plain": "--xla_gpu_enable_command_buffer="}
     results = {}
-    here = Path(__file__).resolve().parents[1]
-    paths = [str(here), os.environ.get("PYTHONPATH", "")]
+    tests = str(Path(__file__).resolve().parents[1])
     for kind, flags in kinds.items():
         target = tmp_path / f"{kind}.npz"
         program = (
+            f"import sys; sys.path.insert(0, {tests!r}); "
             "import numpy as np; from gpu import test_determinism as t; "
             f"np.savez({str(target)!r}, **t.scan_and_calls())"
         )
-        environment = {
-            **os.environ,
-            "XLA_FLAGS": flags,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process holds most of the memory
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        # This process holds most of the memory.
+        processes.output_of("-c", program, XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false")
         results[kind] = dict(np.load(target))
     assert all(np.isfinite(x).all() and (x != 0).any() for x in results["plain"].values())
     reference.assert_same_bits(results["recorded"], results["plain"])
