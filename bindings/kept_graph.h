@@ -42,7 +42,9 @@ class KeptGraphs {
     }
     kept->used = ++clock_;
     graph_launches.fetch_add(1, std::memory_order_relaxed);
-    return cudaGraphLaunch(kept->graph, stream);
+    const cudaError_t status = cudaGraphLaunch(kept->graph, stream);
+    if (status != cudaSuccess) cudaGetLastError();  // else it would be taken for the next launch's
+    return status;
   }
 
  private:
@@ -135,11 +137,13 @@ inline bool sees_one_device() {
 template <class Params, class Launch>
 cudaError_t launch_short(bool is_short, const Params& params, cudaStream_t stream,
                          const Launch& launch) {
-  cudaStreamCaptureStatus recorded = cudaStreamCaptureStatusNone;
-  if (!is_short || !sees_one_device() || cudaStreamIsCapturing(stream, &recorded) != cudaSuccess ||
-      recorded != cudaStreamCaptureStatusNone) {
+  if (!is_short || !sees_one_device()) return launch(stream);
+  cudaStreamCaptureStatus recorded;
+  if (cudaStreamIsCapturing(stream, &recorded) != cudaSuccess) {
+    cudaGetLastError();  // else it would be taken for that of a launch
     return launch(stream);
   }
+  if (recorded != cudaStreamCaptureStatusNone) return launch(stream);
   struct Key {
     Params params;
     cudaStream_t stream;  // launches of one graph wait for each other, on whatever streams

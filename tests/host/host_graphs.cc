@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/kept_graph.h"
@@ -22,10 +23,12 @@ struct FakeRuntime {
   std::set<std::string> refused;
   Work done, recorded;
   bool recording = false;
+  cudaError_t last = cudaSuccess;
 
   cudaError_t answer(const std::string& what) {
     asked.push_back(what);
-    return refused.count(what) != 0 ? cudaErrorUnknown : cudaSuccess;
+    if (refused.count(what) == 0) return cudaSuccess;
+    return last = cudaErrorUnknown;
   }
 };
 FakeRuntime fake;
@@ -42,8 +45,9 @@ cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;
   return cudaSuccess;
 }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(fake.last, cudaSuccess); }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  if (fake.refused.count("ask") != 0) return fake.answer("ask");
   *status = fake.refused.count("not recording") != 0 ? cudaStreamCaptureStatusActive
                                                      : cudaStreamCaptureStatusNone;
   return cudaSuccess;
@@ -78,7 +82,9 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
 }
 cudaError_t cudaGraphExecUpdate(cudaGraphExec_t exec, cudaGraph_t graph,
                                 cudaGraphExecUpdateResultInfo*) {
-  if (work(exec)->size() != work(graph)->size()) return cudaErrorGraphExecUpdateFailure;
+  if (work(exec)->size() != work(graph)->size()) {
+    return fake.last = cudaErrorGraphExecUpdateFailure;
+  }
   const cudaError_t status = fake.answer("change");
   if (status == cudaSuccess) *work(exec) = *work(graph);
   return status;
@@ -112,7 +118,7 @@ py::tuple run(jax_fa3::KeptGraphs<int64_t>* graphs, const Call& call, bool is_sh
     if (refused.count("launch") != 0) return cudaErrorInvalidConfiguration;
     Work& to = fake.recording ? fake.recorded : fake.done;
     to.insert(to.end(), call.work.begin(), call.work.end());
-    return cudaSuccess;
+    return cudaGetLastError();
   };
   const cudaError_t status = graphs != nullptr
                                  ? graphs->run(call.key, kStream, launch)

@@ -55,8 +55,15 @@ def test_a_failed_launch_is_the_calls(graphs):
     assert graphs.run(7, [1], NOTHING) == (0, ["record", "make", "launch graph"], [1])
 
 
+def test_a_failed_graph_is_no_error_of_the_next_launch(graphs):
+    status, *_ = graphs.run(7, [1], {"launch graph"})
+    assert status != 0
+    assert graphs.run(8, [2], {"make"})[::2] == (0, [2])
+
+
 def test_long_and_recorded_calls_are_launched(host):
     assert host.launch_short(False, 7, [1, 2], NOTHING) == (0, [], [1, 2])
     assert host.launch_short(True, 7, [1, 2], {"not recording"}) == (0, [], [1, 2])
+    assert host.launch_short(True, 7, [1, 2], {"ask"}) == (0, ["ask"], [1, 2])
     for asked in (["record", "make", "launch graph"], ["launch graph"]):
         assert host.launch_short(True, 7, [1, 2], NOTHING) == (0, asked, [1, 2])
