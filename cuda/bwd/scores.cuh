@@ -28,7 +28,7 @@ struct BwdScores {
                                   : INT_MIN;
   }
 
-  // Whether a step holds no score that the last warpgroup sees. Only a head's first step can.
+  // Whether the last warpgroup sees no score of a step. Only a head's first step can be such.
   __device__ __forceinline__ static bool last_sees_none(const BwdParams& p,
                                                         const BwdWalk<Config>& walk,
                                                         int first_row) {

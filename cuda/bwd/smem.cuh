@@ -65,7 +65,7 @@ struct BwdSmem {
   __device__ __forceinline__ uint32_t probabilities(int buffer) const {
     return score_grads(buffer);
   }
-  // 4 KiB of a warp that makes dQ: its slice of a piece. Where no dQ is made, its rows of dV and dK at the end.
+  // 4 KiB of a warp that makes dQ: its slice of a piece. Without dQ, at the end: its rows of dV and dK.
   __device__ __forceinline__ uint32_t staging(int warp) const {
     return base + kStaging + warp * (kPieceWarpFloats * 4);
   }
