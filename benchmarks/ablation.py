@@ -93,11 +93,13 @@ def _variants() -> list[Variant]:
             *seams("Plain", "LooksAhead" if head_dim == 64 else "Scores"),
             {"kQueryStages": "2"},
             {"kMathWarpgroups": "2" if head_dim == 64 else "3"},
+            *([{"kClusterSize": "2"}] if head_dim == 128 else []),
         )
     add(
         "FwdFp8D256<ptx::E4m3, Exp2::kExact>",
         *pipelines("PingPong"),
         *({"kMufuEighths": share} for share in ("2", "6", "8")),
+        {"kClusterSize": "1"},
     )
     add("Fwd16D64<ptx::Bf16>", *pipelines("Serial", "PingPong", "Intra"),
         *seams("Plain", "LooksAhead"), {"kQueryStages": "2"}, {"kMathWarpgroups": "2"},

@@ -71,6 +71,7 @@ SPILLS = ("LDL", "STL")  # registers that went to local memory and back
 OLD_MMA = ("HMMA", "IMMA", "QMMA")  # the pre-Hopper tensor core path
 ATOMICS = ("UBLKRED", "RED", "ATOM", "ATOMG")  # additions in whatever order they arrive
 LOADS = ("UBLKCP", "UTMALDG")  # a bulk copy, with or without a tensor map
+MULTICAST = "UBLKCP.S.G.MULTICAST"  # one copy for two CTAs
 # V comes as the product wants it: FP8 from the quantiser, 16 bits by wgmma's own transposition.
 TRANSPOSES = ("LDSM", "MOVM", "STSM.16.MT88")
 WHY = (("spills registers", SPILLS), ("transposes", TRANSPOSES))  # what a forbidden opcode shows
@@ -87,7 +88,11 @@ def _fp8(head_dim: int, value_columns: tuple[int, ...], *, linear: bool) -> Rule
         family=f"fp8 {'linear' if linear else 'exact'} {head_dim}",
         pattern=rf"fwd_kernel.*FwdFp8D{head_dim}[I<].*Exp2[)E]{int(linear)}",
         at_least=2,
-        required=(*((product,) for product in products), LOADS, ("USETMAXREG",)),
+        required=(
+            *((product,) for product in products),
+            (MULTICAST,) if head_dim == 256 else LOADS,
+            ("USETMAXREG",),
+        ),
         # linear: exp2 is arithmetic on the byte
         forbidden=(*SPILLS, *OLD_MMA, *TRANSPOSES, "HGMMA", *(("MUFU.EX2.F16",) if linear else ())),
         # exact: half of 64 scores, the other half is arithmetic on the byte

@@ -42,6 +42,32 @@ struct TileOrder {
   }
 };
 
+// How two CTAs get tiles that walk over the same keys, so that they can share copies of them.
+//   kNone        they do not
+//   kNeighbours  tiles 2i and 2i + 1 of an order have the same kv head and, with a causal mask, the
+//                same q block: heads of a section lie side by side, whole groups of them
+//   kHalves      the order is one of tiles twice as high, of which each CTA takes a half
+enum class Pairing { kNone, kNeighbours, kHalves };
+
+// What pays, as measured; `group_size` query heads have one kv head. With few keys the messages between
+// the CTAs cost more than the copies. Halves see other keys than each other under a causal mask: both
+// walk over those of the higher one, so that the lower one hands back a block unread.
+FA3_HOST_DEVICE constexpr Pairing choose_pairing(int num_q_blocks, int group_size, int seqlen_k,
+                                                 bool is_causal) {
+  if (seqlen_k < (is_causal ? 2048 : 1024)) return Pairing::kNone;
+  if (group_size % 2 == 0) return Pairing::kNeighbours;
+  const bool pays = !is_causal || seqlen_k >= 4096;
+  return num_q_blocks % 2 == 0 && pays ? Pairing::kHalves : Pairing::kNone;
+}
+
+// Tile `index` where `order` is one of tiles twice as high: the higher half comes first, as it is the
+// longer one under a causal mask.
+FA3_HOST_DEVICE constexpr Tile half_tile(const TileOrder& order, int index) {
+  Tile tile = order.tile(index / 2);
+  tile.q_block = 2 * tile.q_block + 1 - index % 2;
+  return tile;
+}
+
 // How many (batch, query head) pairs share the L2 cache: keys and values of one kv head take
 // `kv_bytes`.
 FA3_HOST_DEVICE constexpr int section_heads(int total_heads, int group_size, int64_t kv_bytes,

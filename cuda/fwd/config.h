@@ -15,7 +15,7 @@ namespace jax_fa3 {
 // Fields of a config:
 //   kBlockKv         keys per step
 //   kMathWarpgroups  64 rows of the q tile each
-//   kClusterSize     CTAs that share copies
+//   kClusterSize     2: CTAs share copies of K and V where two tiles walk over the same keys (Pairing)
 //   kNumStages       depth of the K and V rings
 //   kQueryStages     q tiles in shared memory: with more than 1 the next one is loaded early, with 3
 //                    even behind short tiles; with 1 it comes beside the last P V and the output
@@ -63,7 +63,7 @@ template <class ElementType, Exp2 kMode>
 struct FwdFp8D256 {
   using Element = ElementType;
   static constexpr int kHeadDim = 256, kBlockKv = 128, kMathWarpgroups = 2, kNumStages = 2;
-  static constexpr int kQueryStages = 2, kClusterSize = 1;
+  static constexpr int kQueryStages = 2, kClusterSize = 2;
   static constexpr Pipeline kPipeline = Pipeline::kSerial;
   static constexpr Seam kSeam = Seam::kPlain;
   static constexpr bool kTwoProbBuffers = false;
@@ -145,6 +145,9 @@ struct FwdTraits {
   static constexpr int kValueStageBytes =
       kValueColumns * kBlockKv * kElementBytes;  // with the ones rows
 
+  // Whether two CTAs can share copies of K and V; those of a launch do unless its Pairing is kNone.
+  static constexpr bool kCanPair = Config::kClusterSize == 2;
+
   // FP8 with head_dim 256 sums P V in slices of columns.
   static constexpr bool kSliced = kIsFp8 && kHeadDim == 256;
 
@@ -173,10 +176,15 @@ struct FwdTraits {
   static_assert(Config::kSeam == Seam::kPlain || kQueryStages > 1,
                 "the next q tile must be there before this one is given back");
   // A warpgroup that waits for them may still hold values of its own last block.
-  static_assert(Config::kSeam == Seam::kPlain || kBlockQ - 64 <= (kNumStages - 1) * kBlockKv,
+  static_assert(Config::kSeam == Seam::kPlain ||
+                    Config::kClusterSize * kBlockQ - 64 <= (kNumStages - 1) * kBlockKv,
                 "the next tile's keys follow all blocks of this one, in a ring that has room");
   static_assert(kQueryStages > 1 || !kIsFp8, "the factors of an FP8 tile stay to its end");
-  static_assert(Config::kClusterSize == 1, "no kernel multicasts yet, so a cluster has one CTA");
+  static_assert(Config::kClusterSize == 1 || Config::kClusterSize == 2,
+                "one or two CTAs share copies");
+  static_assert(!kCanPair || (kIsFp8 && kHeadDim > 64),
+                "pairs share images of FP8; beside three math warpgroups the load thread has no "
+                "registers for them");
   static_assert(kBlockKv % 16 == 0 && kBlockKv <= 256, "P V takes 16 keys a step");
   static_assert(!kIsFp8 || kBlockKv == kGranule, "one k_descale must cover the kv block");
   static_assert(promotes_in_time<Config>(),

@@ -13,6 +13,13 @@
 //            k_full[s]   1 + bytes of k    math    k stage s has landed, with its k_descale
 //            k_empty[s]  math threads      load    the products that read k stage s are done
 //            v_full[s], v_empty[s]         likewise
+// Pairs      Where kClusterSize is 2 and the launch has two tiles that walk over the same blocks
+//            (Pairing), their CTAs form a cluster. Each brings one half of every K and V tile to both
+//            (multicast): half the reads of L2. The math warpgroups know nothing of it: when a stage
+//            is empty in one CTA, its load thread arrives on k_shared[s] or v_shared[s] of the other
+//            one, which waits for that too. Rank 0 takes two tiles at a time from the counter; the
+//            second comes to rank 1 with taken_full (1 + 4 bytes), which answers on taken_empty (1).
+//            Both CTAs end together, since one may still arrive at the other's barriers.
 // Named      1 + w (256 threads): math warpgroup w's turn to issue products; only with a ping-pong
 //            pipeline. w syncs on its own barrier, then arrives on its neighbour's. Id 0 is
 //            __syncthreads.
@@ -31,6 +38,7 @@
 //            16-bit: softmax_16bit.cuh, one f32 accumulator.
 #pragma once
 
+#include "../ptx/cluster.cuh"
 #include "../ptx/shared.cuh"
 #include "load.cuh"
 #include "math.cuh"
@@ -71,11 +79,23 @@ __global__ void __launch_bounds__(FwdTraits<Config>::kThreads, 1)
       ptx::mbarrier_init(smem.k_empty(stage), Traits::kMathThreads);
       ptx::mbarrier_init(smem.v_full(stage), 1);
       ptx::mbarrier_init(smem.v_empty(stage), Traits::kMathThreads);
+      if constexpr (Traits::kCanPair) {
+        ptx::mbarrier_init(smem.k_shared(stage), 1);
+        ptx::mbarrier_init(smem.v_shared(stage), 1);
+      }
+    }
+    if constexpr (Traits::kCanPair) {
+      ptx::mbarrier_init(smem.taken_full(), 1);
+      ptx::mbarrier_init(smem.taken_empty(), 1);
     }
     ptx::mbarrier_init_fence();
   }
   if constexpr (Traits::kIsFp8) write_ones_rows(smem);
-  __syncthreads();
+  if (comes_in_pairs<Config>(p)) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
 
   if (warpgroup == 0) {
     ptx::release_registers<Traits::kLoadRegisters>();
@@ -83,6 +103,10 @@ __global__ void __launch_bounds__(FwdTraits<Config>::kThreads, 1)
   } else {
     ptx::take_registers<Traits::kMathRegisters>();
     math_loop<Config>(p, smem, warpgroup - 1);
+  }
+  if (comes_in_pairs<Config>(p)) {
+    __syncwarp();
+    ptx::cluster_sync();
   }
 }
 

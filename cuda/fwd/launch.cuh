@@ -9,28 +9,41 @@
 
 namespace jax_fa3 {
 
+// Whether launches on this stream may come in clusters. Into a graph go plain launches only: whoever keeps
+// it may change it to a launch of another shape, where a change of clusters has not been tried.
+inline bool may_pair(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture;
+  return cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+         capture == cudaStreamCaptureStatusNone;
+}
+
+// Sets the order and pairing of tiles.
 template <class Config>
-TileOrder tile_order(const FwdShape& shape) {
+void order_tiles(FwdShape* shape, cudaStream_t stream) {
   using Traits = FwdTraits<Config>;
   // Half of the 50 MB L2 of an H100: the rest holds queries, outputs and what the last section
   // left.
   constexpr int64_t kCacheBytes = 25 << 20;
   const int64_t kv_bytes =
-      2 * static_cast<int64_t>(shape.seqlen_k) * Traits::kHeadDim * Traits::kElementBytes;
-  const int num_q_blocks = (shape.seqlen_q + Traits::kBlockQ - 1) / Traits::kBlockQ;
+      2 * static_cast<int64_t>(shape->seqlen_k) * Traits::kHeadDim * Traits::kElementBytes;
+  const int group = shape->num_heads_q / shape->num_heads_kv;
+  int num_q_blocks = (shape->seqlen_q + Traits::kBlockQ - 1) / Traits::kBlockQ;
+  shape->pairing = Traits::kCanPair && may_pair(stream)
+                       ? choose_pairing(num_q_blocks, group, shape->seqlen_k, shape->is_causal)
+                       : Pairing::kNone;
+  if (shape->pairing == Pairing::kHalves) num_q_blocks /= 2;
   // Without a causal mask all tiles are equal, and walking one head at a time reads the fewest keys
   // and values.
-  const int heads =
-      shape.is_causal ? section_heads(shape.batch * shape.num_heads_q,
-                                      shape.num_heads_q / shape.num_heads_kv, kv_bytes, kCacheBytes)
-                      : 1;
-  return TileOrder{num_q_blocks, shape.num_heads_q, shape.batch, heads, shape.is_causal};
+  const int heads = shape->is_causal ? section_heads(shape->batch * shape->num_heads_q, group,
+                                                     kv_bytes, kCacheBytes)
+                                     : 1;
+  shape->order = TileOrder{num_q_blocks, shape->num_heads_q, shape->batch, heads, shape->is_causal};
 }
 
 template <class Config>
 cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t stream) {
   using Traits = FwdTraits<Config>;
-  params.order = tile_order<Config>(params);
+  order_tiles<Config>(&params, stream);
   cudaError_t status = cudaSuccess;
   if constexpr (!Traits::kIsFp8) {
     constexpr bool kIsBf16 = std::is_same_v<typename Traits::Element, ptx::Bf16>;
@@ -49,14 +62,26 @@ cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t s
   int multiprocessors = 0;
   status = num_multiprocessors(&multiprocessors);
   if (status != cudaSuccess) return status;
-  const int grid = std::min(params.order.num_tiles(), multiprocessors);
-  if (params.order.num_tiles() <= multiprocessors) params.tile_counter = nullptr;  // one tile each
+  const bool is_paired = params.pairing != Pairing::kNone;
+  if (is_paired) multiprocessors -= multiprocessors % 2;
+  const int tiles = num_tiles<Config>(params);
+  const int grid = std::min(tiles, multiprocessors);
+  if (tiles <= multiprocessors) params.tile_counter = nullptr;  // one tile each
   if (params.tile_counter != nullptr) {
     status = cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream);
     if (status != cudaSuccess) return status;
   }
-  fwd_kernel<Config><<<grid, Traits::kThreads, FwdSmem<Config>::kAllocation, stream>>>(params);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {2, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(Traits::kThreads);
+  config.dynamicSmemBytes = FwdSmem<Config>::kAllocation;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = is_paired ? 1 : 0;
+  return cudaLaunchKernelEx(&config, &fwd_kernel<Config>, params);
 }
 
 }  // namespace jax_fa3

@@ -51,6 +51,7 @@ struct FwdShape {
 
   // Filled by the launch.
   TileOrder order;
+  Pairing pairing;  // unless kNone, CTAs come in clusters of two that share copies of K and V
 
   FA3_HOST_DEVICE KeyRange key_range() const {
     return KeyRange{seqlen_k, is_causal, bottom_right ? seqlen_k - seqlen_q : 0};

@@ -21,8 +21,10 @@ struct FwdSmem {
   static constexpr int kFactors = kStaging + Traits::kMathWarps * Traits::kStagingBytes;
   static constexpr int kTiles = kFactors + kQueryStages * Traits::kFactorBytes;
   static constexpr int kKeyScales = kTiles + kQueryStages * 16;
-  static constexpr int kBarriers = kKeyScales + (Traits::kIsFp8 ? 16 : 0);
-  static constexpr int kNumBarriers = 2 * kQueryStages + 4 * kStages;
+  static constexpr int kTaken = kKeyScales + (Traits::kIsFp8 ? 16 : 0);
+  static constexpr int kBarriers = kTaken + (Traits::kCanPair ? 16 : 0);
+  static constexpr int kNumBarriers =
+      2 * kQueryStages + 4 * kStages + (Traits::kCanPair ? 2 * kStages + 2 : 0);
   static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
   static constexpr int kAllocation = kBytes + 1024;  // room to align the base
 
@@ -71,6 +73,8 @@ struct FwdSmem {
   __device__ __forceinline__ uint32_t k_descale(int stage) const {
     return base + kKeyScales + 4 * stage;
   }
+  // Pairs: what rank 0 took from the tile counter for rank 1.
+  __device__ __forceinline__ uint32_t taken() const { return base + kTaken; }
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(stage); }
   __device__ __forceinline__ uint32_t q_empty(int stage) const {
     return barrier(kQueryStages + stage);
@@ -79,6 +83,10 @@ struct FwdSmem {
   __device__ __forceinline__ uint32_t k_empty(int stage) const { return ring(1, stage); }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return ring(2, stage); }
   __device__ __forceinline__ uint32_t v_empty(int stage) const { return ring(3, stage); }
+  __device__ __forceinline__ uint32_t k_shared(int stage) const { return ring(4, stage); }
+  __device__ __forceinline__ uint32_t v_shared(int stage) const { return ring(5, stage); }
+  __device__ __forceinline__ uint32_t taken_full() const { return ring(6, 0); }
+  __device__ __forceinline__ uint32_t taken_empty() const { return ring(6, 1); }
 
  private:
   __device__ __forceinline__ uint32_t barrier(int index) const {

@@ -17,6 +17,17 @@ __device__ __forceinline__ void copy_bulk(uint32_t smem, const void* gmem, uint3
       : "memory");
 }
 
+// The same to the same place of every CTA of the cluster in `ctas` (a bit each), whose barrier at the
+// same place counts it.
+__device__ __forceinline__ void copy_bulk_multicast(uint32_t smem, const void* gmem, uint32_t bytes,
+                                                    uint32_t barrier, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(smem),
+      "l"(gmem), "r"(bytes), "r"(barrier), "h"(ctas)
+      : "memory");
+}
+
 // cp.async.bulk.tensor.4d: one box of a tensor map; elements outside the tensor arrive as zeros and
 // count.
 __device__ __forceinline__ void copy_box_4d(uint32_t smem, const CUtensorMap* map, int c0, int c1,

@@ -23,7 +23,7 @@ def load_gate():
 gate = load_gate()
 sass = sys.modules["sass_listing"]
 
-LOAD = ["UBLKCP", "USETMAXREG.DEALLOC.CTAPOOL"]
+LOAD = ["UBLKCP.S.G.MULTICAST", "USETMAXREG.DEALLOC.CTAPOOL"]
 NATIVE = ["HGMMA.64x128x16.F32.BF16", "UTMALDG.4D", "USETMAXREG.TRY_ALLOC"]
 HALF_EXP2, EXP2 = ["MUFU.EX2.F16"] * 32, ["MUFU.EX2"] * 32
 

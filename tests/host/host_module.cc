@@ -65,6 +65,23 @@ void bind_scheduler(py::module_& m) {
     const Tile tile = TileOrder{num_q_blocks, num_heads, batch, section, longest_first}.tile(index);
     return py::make_tuple(tile.q_block, tile.head, tile.batch);
   });
+  m.def("pairing",
+        [](int num_q_blocks, int group_size, int seqlen_k, bool is_causal) -> const char* {
+          switch (choose_pairing(num_q_blocks, group_size, seqlen_k, is_causal)) {
+            case Pairing::kNeighbours:
+              return "neighbours";
+            case Pairing::kHalves:
+              return "halves";
+            default:
+              return "none";
+          }
+        });
+  m.def("half_tile",
+        [](int num_q_blocks, int num_heads, int batch, int section, bool longest_first, int index) {
+          const Tile tile =
+              half_tile(TileOrder{num_q_blocks, num_heads, batch, section, longest_first}, index);
+          return py::make_tuple(tile.q_block, tile.head, tile.batch);
+        });
   m.def("section_heads",
         [](int total_heads, int group_size, int64_t kv_bytes, int64_t cache_bytes) {
           return section_heads(total_heads, group_size, kv_bytes, cache_bytes);

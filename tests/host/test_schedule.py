@@ -55,6 +55,38 @@ def test_tile_order_is_a_bijection(host, q_blocks, heads, batch, section, longes
         )
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("q_blocks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (3, 1), (4, 2), (6, 3), (6, 2), (8, 4)])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_pairs_walk_over_the_same_keys(host, is_causal, q_blocks, heads, group, batch):
+    assert host.pairing(q_blocks, group, 2047 if is_causal else 1023, is_causal) == "none"
+    pairing = host.pairing(q_blocks, group, 4096, is_causal)
+    halves = pairing == "halves"
+    can_halve = q_blocks % 2 == 0
+    assert pairing == ("neighbours" if group % 2 == 0 else "halves" if can_halve else "none")
+    if halves:
+        assert (host.pairing(q_blocks, group, 4095, is_causal) == "none") == is_causal
+    for kv_heads in (1, 2, 100) if is_causal else (1,):  # whose keys a section has
+        section = min(kv_heads * group, heads * batch) if is_causal else 1
+        order = (q_blocks // 2 if halves else q_blocks, heads, batch, section, is_causal)
+        count = host.num_tiles(*order) * (2 if halves else 1)
+        tile = host.half_tile if halves else host.tile
+        tiles = [tile(*order, index) for index in range(count)]
+        assert sorted(tiles) == sorted(
+            itertools.product(range(q_blocks), range(heads), range(batch))
+        )
+        if halves:
+            assert [q for q, *_ in tiles[::2]] == [q + 1 for q, *_ in tiles[1::2]]
+        if pairing != "none":
+            # What two CTAs of a cluster must have in common.
+            seen = [q // 2 if halves else q for q, *_ in tiles] if is_causal else [0] * count
+            keys = [
+                (b, head // group, last) for (_, head, b), last in zip(tiles, seen, strict=True)
+            ]
+            assert keys[::2] == keys[1::2]
+
+
 def test_section_heads(host):
     assert host.section_heads(64, 4, 2**20, 32 * 2**20) == 64
     assert host.section_heads(512, 4, 2**20, 32 * 2**20) == 128
