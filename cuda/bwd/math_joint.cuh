@@ -39,7 +39,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
   if (walk.num_steps > 0) {
     using Smem = BwdSmem<Config>;
     // Descriptors are built where they are used, from one register.
-    const auto base16 = [&] { return ptx::opaque(smem.base16()); };
+    Smem tiles = smem;
+    const auto base16 = [&] { return ptx::opaque(tiles.base16()); };
     const int full_from = Scores::full_from(p, walk, warpgroup);
     BwdStep<Config> step(p, walk);
     BwdStep<Config> last = step;
@@ -189,6 +190,9 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       run_step(1, kNo, kNo);
     }
     if (!is_late && walk.num_steps > 1) run_step(1, kYes, kYes);
+    // NOTE: for ptxas the loop's tiles are others than those of the steps above; else it splits the loop's
+    // descriptors over uniform registers that are no pairs, 50 instructions more in a step.
+    tiles.base = ptx::opaque(tiles.base);
     // Two by two, so that the stages of dO and the buffers of dS are constants.
     for (int pair = 1;; ++pair) {
       if (2 * pair >= walk.num_steps) break;
