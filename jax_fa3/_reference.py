@@ -29,6 +29,8 @@ from jax_fa3._shapes import Config, Dims, Operands, dims_of
 
 # Probabilities are scaled by 2^8 before the cast to e4m3, so that small ones survive.
 P_OFFSET = 8.0
+# By how much a logit may pass its row's base, in log2 units: 2^8.75 is below 448.
+P_SLACK = 0.75
 # log2 of how much the linear exponential overstates a probability in the mean, 0.5 / ln(2)^2.
 LINEAR_BIAS = 0.05757
 # A call of at most this many logits is one block: no loop, quick to compile.
@@ -229,9 +231,7 @@ def _update(
     bad = jnp.any(keys["bad"][:, :, None, None, :] & (logits > -jnp.inf), axis=-1)
     largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     old = jnp.full_like(largest, -jnp.inf) if state is None else state.base
-    base = (
-        jnp.where(largest > old, jnp.ceil(largest) + 1.0, old) if fp8 else jnp.maximum(old, largest)
-    )
+    base = jnp.maximum(old, jnp.ceil(largest - P_SLACK) if fp8 else largest)
     # Rows that saw no key yet have base -inf; any finite number serves there.
     safe_base = jnp.where(jnp.isneginf(base), 0.0, base)
     p = _probabilities(config, logits - safe_base[..., None])

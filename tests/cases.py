@@ -152,6 +152,22 @@ def make_inputs(
     return inputs
 
 
+def led_by_one_key(*, rows: int, keys: int, head_dim: int, logit: float) -> dict[str, np.ndarray]:
+    """Rows whose logits are near 0 but that of one key: the third, or one amid the others' blocks.
+
+    With logit = ln(keys) that key weighs as much as all others.
+    """
+    rng = np.random.default_rng([keys, head_dim])
+    key, value = (rng.normal(size=(1, keys, 2, head_dim)) for _ in range(2))
+    query = 0.05 * rng.normal(size=(1, rows, 2, head_dim))
+    for head, place in enumerate((2, keys * 5 // 8 + 1)):
+        leader = key[0, place, head].copy()
+        key[:, :, head] *= 0.2
+        key[0, place, head] = leader
+        query[0, :, head] += logit * head_dim**0.5 * leader / (leader**2).sum()
+    return {"query": query, "key": key, "value": value}
+
+
 def _draw(
     rng: np.random.Generator, shape: tuple[int, ...], distribution: str, width: float
 ) -> np.ndarray:

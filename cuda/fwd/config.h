@@ -27,7 +27,8 @@ namespace jax_fa3 {
 // and for FP8:
 //   kExp2            kExact or kLinear
 //   kMufuEighths     kExact: share of the exponentials that the special-function unit takes
-//   kHeadroom        how far above its row's maximum a fresh base is set; spares rescales
+//   kHeadroom        how far above its row's maximum a fresh base is set, while it is small; spares
+//                    rescales
 //   kPromoteEvery    blocks summed by the tensor core before they join the f32 sum; with kSliced only
 //                    the first ones are, where the output stands
 template <class ElementType, Exp2 kMode>

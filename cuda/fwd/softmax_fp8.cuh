@@ -27,6 +27,10 @@ class Fp8Softmax {
   static constexpr int kProbs = 16;   // registers of four e4m3
   static constexpr float kOffset = kProbabilityOffset;
   static constexpr float kSlack = 0.75f;  // 2^(kOffset + kSlack) < 448, the largest e4m3 number
+  // Fresh bases have headroom up to here. Beyond, P of the keys about y = 0 comes near e4m3's
+  // subnormal numbers, which e4m3_codes cuts to 0, and thousands of them may weigh as much as the
+  // key that leads them.
+  static constexpr float kRoomyBase = 12.0f;
 
   // q_descale of rows g and g + 8.
   __device__ __forceinline__ void start_tile(float q_descale_0, float q_descale_1) {
@@ -86,7 +90,8 @@ class Fp8Softmax {
       for (int r = 0; r < 2; ++r) {
         alpha[r] = 1.0f;
         if (y[r] - kSlack > base_[r]) {
-          const float new_base = ceilf(y[r]) + Config::kHeadroom;
+          const float new_base =
+              fmaxf(fminf(ceilf(y[r]) + Config::kHeadroom, kRoomyBase), ceilf(y[r] - kSlack));
           alpha[r] = ptx::exp2_f32(base_[r] - new_base);
           base_[r] = new_base;
           set_offset(r, new_base);
@@ -159,7 +164,8 @@ class Fp8Softmax {
  private:
   static constexpr float kMinScale = 0x1p-24f;
   static constexpr float kMaxHalfScale = 4096.0f;  // 8 * scale is a normal f16
-  static constexpr float kMaxHalfBase = 256.0f;    // f16 carries 8 * (8 - base) + 56 without loss
+  static constexpr float kMaxHalfBase = 64.0f;     // f16's rounding of scale moves no y near the
+                                                   // base by 1/16, where code 127 (NaN) would begin
 
   // What a score becomes takes its place, where that is faster.
   // NOTE: the next S seems to ptxas to read what it overwrites, so a score lives until then, or

@@ -185,7 +185,7 @@ def fp8_model(
         y = operands.query[ib, :, ih] @ operands.key[ib, :, kv].T
         y *= operands.query_descale[ib, ih][:, None] * operands.key_descale[ib, kv]
         y[~seen] = -np.inf
-        base = np.where(some, np.ceil(y.max(axis=1, initial=-np.inf)) + 1, 0)
+        base = np.where(some, np.ceil(y.max(axis=1, initial=-np.inf) - 0.75), 0)
         exponent = y - base[:, None].astype(np.float32) + P_OFFSET
         if linear:
             codes = np.rint(np.maximum(8 * exponent + 56, 0)).astype(np.uint8)

@@ -333,7 +333,7 @@ def attention_fp8(
                 y, shift = cap * np.tanh((y + shift) / cap), 0.0
             if bias is not None:
                 y = y + np.broadcast_to(bias, (b, hq, sq, sk))[ib, ih, i, js] * log2_e
-            base = np.ceil(y.max()) + 1.0
+            base = np.ceil(y.max() - 0.75)
             exponent = y - base + 8.0
             exact = np.exp2(exponent)
             p = linear_exp2(exponent) if linear else exact.astype(np.float32).astype(FLOAT8[0])

@@ -149,6 +149,19 @@ def test_error_does_not_grow_with_keys() -> None:
     assert errors[1] < 2 * errors[0] + 0.02
 
 
+@pytest.mark.parametrize(("keys", "logit"), [(8192, 9), (16_384, 9.7)])
+def test_many_keys_count_beside_one_that_leads(keys: int, logit: float) -> None:
+    """Each has 2^-13 or 2^-14 of the leader's probability, together they weigh as much."""
+    inputs = cases.led_by_one_key(rows=20, keys=keys, head_dim=64, logit=logit)
+    inputs = {name: x.astype(F32) for name, x in inputs.items()}
+    exact, _ = oracle.attention(**inputs)
+    for preset in ("accurate", "fast"):
+        quantization = getattr(jax_fa3.Quantization, preset)()
+        out, _ = helpers.attend(**inputs, quantization=quantization)
+        error = tolerances.rel_l2(out, exact).max()
+        assert error < 0.1, (preset, error)
+
+
 @pytest.mark.parametrize("distribution", ["outlier", "biased"])
 def test_accurate_beats_the_plain_presets(distribution: str) -> None:
     """Rotation, smoothing and fine scales pay where data is not Gaussian."""
