@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from cli.helpers import BENCHMARKS, ROOT, run
 
 import jax_fa3
+from jax_fa3._cli import grid
 from jax_fa3._cli.accuracy import DATA
 
 MATPLOTLIB = pytest.mark.skipif(
@@ -132,10 +134,32 @@ def test_our_files_hold_the_markers(name):
 
 
 def test_our_tables_are_those_of_the_committed_results():
-    names = ("h200", "h200_errors", "h200_utilisation", "h200_ablation")
+    names = ("h200", "h200_errors", "h200_errors_earlier", "h200_utilisation", "h200_ablation")
     files = [BENCHMARKS / "results" / f"{name}.json" for name in names]
     done = run(BENCHMARKS / "table.py", *files, "--check", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_committed_speeds_are_a_whole_grid(head_dim):
+    """Every length and mask next to the rivals that the goals name, in five rounds or more."""
+    rows = json.loads((BENCHMARKS / "results" / "h200.json").read_text())["rows"]
+    rows = [row for row in rows if row.get("regime") == "sustained" and row["ratio"]]
+    assert min(row["rounds"] for row in rows) >= 5
+    found = {
+        (row["kind"], row["preset"] or row["precision"], row["seqlen_q"], row["is_causal"], rival)
+        for row in rows
+        if row["head_dim"] == head_dim and row["batch"] * row["seqlen_q"] == 16_384
+        for rival in row["ratio"]
+    }
+    for seqlen, is_causal in itertools.product(grid.SEQLENS, (False, True)):
+        for who, rival in (("accurate", "cudnn_fp8"), ("accurate", "fa3_fp8"), ("bf16", "fa3")):
+            assert ("fwd", who, seqlen, is_causal, rival) in found
+        if seqlen in (2048, 8192):
+            assert ("fwd", "fast", seqlen, is_causal, "fa3_fp8") in found
+            assert ("fwd", "f16", seqlen, is_causal, "cudnn_f16") in found
+            rival = "fa3jax" if head_dim == 128 else "cudnn"
+            assert ("bwd", "bf16", seqlen, is_causal, rival) in found
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -219,6 +243,19 @@ def test_tokamax_takes_configs_of_an_h100_where_it_has_none(monkeypatch):
     rivals._share_tuning(types.SimpleNamespace(IMPLEMENTATIONS={"mosaic_gpu": forward}))
     assert forward.caches[here] == {"shape": "config"}
     assert forward.vjp.caches[here] == {"own": "tuned here"}
+
+
+def test_committed_sums_are_within_the_models_error():
+    """Values with a mean of 1 under random weights: 1.3 times float32 sums."""
+    rows = json.loads((BENCHMARKS / "results" / "h200_errors.json").read_text())["rows"]
+    found = {
+        (row["data"], row["seqlen_k"], row["preset"]): row["over_model"]
+        for row in rows
+        if "over_model" in row and row["preset"] in ("accurate", "fast")
+    }
+    shifted = itertools.product(["shifted"], [4096, 32_768, 131_072], ["accurate", "fast"])
+    for place in shifted:
+        assert found[place] <= 1.3, place
 
 
 def test_errors_stand_beside_the_models(monkeypatch):
