@@ -96,7 +96,7 @@ inline void fill_shape(Checker& check, FwdShape& shape, const Sizes& sizes, FwdB
   shape.tile_counter = buffers.tile_counter.typed_data();
 }
 
-// All but the element kind of the images, which is returned; the images must have been checked.
+// The images' fields of `params`; ImageBuffers::check must have passed.
 inline void fill_images(Fp8Params& params, ImageBuffers images) {
   params.q_image = static_cast<const uint8_t*>(images.q_image.untyped_data());
   params.q_descale = images.q_descale.typed_data();

@@ -8,7 +8,8 @@
 //            warpgroups make dQ too, a 64 x 64 piece of every step each, from all 128 keys.
 //            Without kMakesDq there is no warpgroup for dQ, and the math warpgroups run free.
 // Smem       k | v | q[q stages] | dout[dout stages] | dS^T[buffers] | 4 KiB of staging per warp that
-//            makes dQ | ones | row_lse[q stages] | row_delta[dout stages] | barriers
+//            makes dQ | ones | row_lse[q stages] | row_delta[dout stages] | barriers. At the end rows of
+//            dV and dK leave through v, or (joint, without kMakesDq) through the staging.
 // mbarriers  name         arrivals          waiter   meaning
 //            k_full       1 + bytes         math,dQ  the CTA's keys have landed (once)
 //            v_full       1 + bytes         math     likewise its values

@@ -5,7 +5,8 @@
 // Roles      warpgroup 0 = load: one thread issues every copy. warpgroups 1.. = math: 64 query rows
 //            each, which own their scores, probabilities and output in registers to the end.
 // Smem       q[q stages] | k[stages] | v[stages] (FP8: + 8 ones rows each) | output staging per math
-//            warp | factors[q stages] | tile[q stages] | k_descale[stages] | barriers
+//            warp | factors[q stages] | tile[q stages] | k_descale[stages] | pairs: what rank 0
+//            took from the counter for rank 1 | barriers
 // mbarriers  name        arrivals          waiter  meaning
 //            q_full[s]   1 + bytes of q    math    q stage s has landed, with its factors and its
 //                                                  place (tile[s]; the last one says: no more)
