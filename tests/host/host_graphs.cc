@@ -53,8 +53,10 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
-  *stream = kOwnStream;
-  return cudaSuccess;
+  const cudaError_t status =
+      fake.refused.count("stream") != 0 ? fake.answer("stream") : cudaSuccess;
+  if (status == cudaSuccess) *stream = kOwnStream;
+  return status;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
   fake.recorded.clear();
@@ -64,8 +66,10 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
   fake.recording = false;
-  *graph = reinterpret_cast<cudaGraph_t>(new Work(fake.recorded));
-  return cudaSuccess;
+  *graph = nullptr;
+  const cudaError_t status = fake.refused.count("end") != 0 ? fake.answer("end") : cudaSuccess;
+  if (status == cudaSuccess) *graph = reinterpret_cast<cudaGraph_t>(new Work(fake.recorded));
+  return status;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete work(graph);
@@ -73,7 +77,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
   *count = work(graph)->size();
-  return cudaSuccess;
+  return fake.refused.count("count") != 0 ? fake.answer("count") : cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
   const cudaError_t status = fake.answer("make");

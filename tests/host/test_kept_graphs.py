@@ -42,12 +42,23 @@ def test_graphs_of_one_form_give_way_to_each_other(graphs):
     assert graphs.run(91, [1, 2, 3], NOTHING) == (0, anew, [1, 2, 3])  # of 1
 
 
-@pytest.mark.parametrize("refused", ["record", "make"])
+@pytest.mark.parametrize("refused", ["stream", "record", "end", "count", "make"])
 def test_a_refused_graph_leaves_the_launches(graphs, refused):
     status, asked, done = graphs.run(7, [1, 2], {refused})
     assert (status, done) == (0, [1, 2])
     assert "launch graph" not in asked
     assert graphs.run(7, [1, 2], NOTHING) == (0, ["record", "make", "launch graph"], [1, 2])
+
+
+def test_a_graph_that_cannot_be_changed_is_made_anew(graphs):
+    for key in range(graphs.most):
+        graphs.run(key, [key], NOTHING)
+    anew = ["record", "change", "destroy", "make", "launch graph"]
+    assert graphs.run(90, [4], {"change"}) == (0, anew, [4])
+    assert graphs.run(91, [5], NOTHING) == (0, ["record", "change", "launch graph"], [5])
+    status, asked, done = graphs.run(92, [6], {"change", "make"})
+    assert (status, asked, done) == (0, ["record", "change", "destroy", "make"], [6])
+    assert graphs.run(92, [6], NOTHING) == (0, ["record", "make", "launch graph"], [6])
 
 
 def test_a_failed_launch_is_the_calls(graphs):
