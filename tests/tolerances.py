@@ -55,6 +55,7 @@ FP8_AGAINST_EXACT = Limit(
 FP8_LINEAR_AGAINST_EXACT = Limit(
     9e-2, 0.4, (6.5e-2, 0.12), "as above plus up to 6 % from the linear exponential"
 )
+AGAINST_EXACT = {"accurate": FP8_AGAINST_EXACT, "fast": FP8_LINEAR_AGAINST_EXACT}  # by preset
 GRADIENT_NATIVE_F32 = Limit(
     1e-5, 0.0, (3.6e-7, 0.0), "float32 products of three factors, against float64"
 )
@@ -100,7 +101,7 @@ BF16_UNIT, F16_UNIT = 2.0**-9, 2.0**-12
 NOISE = 3.0
 BLOCKS_NATIVE = Limit(4e-6, 1e-5, (3.1e-7, 9.5e-7), "another order of float32 sums")
 BLOCKS_FP8 = Limit(
-    2e-4, 2e-4, (1.3e-5, 3.6e-5), "integer base: only P below 2^-12 of the largest may round apart"
+    2e-4, 2e-4, (1.3e-5, 3.6e-5), "integer base: only P below 2^-13 of the largest may round apart"
 )
 
 
