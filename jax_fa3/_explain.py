@@ -43,7 +43,8 @@ class Plan:
     Attributes:
       function: name of the public function asked about.
       path: "cuda" (kernel where the program is lowered for CUDA) or "xla".
-      targets: custom-call targets of a forward pass, in order; () for "xla".
+      targets: custom-call targets of a forward pass, in order; () for "xla". Where a gradient is
+        taken, FP8 has two: "jax_fa3_quantize" and "jax_fa3_fwd_fp8".
       kernel: facts about the kernel (name, tile, stages, ...), as pairs; () when unknown or unused.
       quantization: how query, key and value become float8, in words.
       not_taken: (path, why not) for every other path.
