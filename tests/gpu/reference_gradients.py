@@ -62,7 +62,7 @@ def exact_and_noise(
     The formula of the gradients with squares in place of values. `unit` is the rounding of the
     dtype in which dS and the results are written; sums are those of the tensor cores, which cut a
     float32 sum off after each 16 products and start or end with the row's logsumexp, so logits of
-    thousands cost probabilities. The noise are row norms, [..., 1].
+    thousands cost probabilities. The noise is a norm for each row, [..., 1].
     """
     grads = {name: np.zeros(inputs[name].shape) for name in MAIN}
     head_dim = inputs["query"].shape[-1]
