@@ -10,6 +10,8 @@
 #include <cstring>
 #include <mutex>
 
+#include "cuda/common/recording.h"
+
 namespace jax_fa3 {
 
 // Of all handlers, for tests.
@@ -137,13 +139,7 @@ inline bool sees_one_device() {
 template <class Params, class Launch>
 cudaError_t launch_short(bool is_short, const Params& params, cudaStream_t stream,
                          const Launch& launch) {
-  if (!is_short || !sees_one_device()) return launch(stream);
-  cudaStreamCaptureStatus recorded;
-  if (cudaStreamIsCapturing(stream, &recorded) != cudaSuccess) {
-    cudaGetLastError();  // else it would be taken for that of a launch
-    return launch(stream);
-  }
-  if (recorded != cudaStreamCaptureStatusNone) return launch(stream);
+  if (!is_short || !sees_one_device() || is_recorded(stream)) return launch(stream);
   struct Key {
     Params params;
     cudaStream_t stream;  // launches of one graph wait for each other, on whatever streams

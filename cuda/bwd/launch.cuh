@@ -4,6 +4,8 @@
 #include <climits>
 
 #include "../common/device.h"
+#include "../common/launch_kernel.h"
+#include "../common/recording.h"
 #include "../common/tensor_map.h"
 #include "dq_kernel.cuh"
 #include "kernel.cuh"
@@ -42,14 +44,7 @@ inline TileOrder bwd_order(const BwdParams& p, int seqlen, int block, int heads,
 // Whether a launch on this stream may start beside the one before it. Into a graph go plain launches
 // only: XLA records graphs within graphs and changes their pointers, where an overlap of launches has
 // not been tried.
-inline bool may_overlap(cudaStream_t stream) {
-  cudaStreamCaptureStatus capture;
-  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess) {
-    cudaGetLastError();  // else it would be taken for that of a launch
-    return false;
-  }
-  return capture == cudaStreamCaptureStatusNone;
-}
+inline bool may_overlap(cudaStream_t stream) { return !is_recorded(stream); }
 
 // The launch may start once the CTAs of the one before it let it: ptx/dependent.cuh.
 inline cudaLaunchAttribute overlap_attribute(bool overlaps) {
@@ -58,29 +53,6 @@ inline cudaLaunchAttribute overlap_attribute(bool overlaps) {
       overlaps ? cudaLaunchAttributeProgrammaticStreamSerialization : cudaLaunchAttributeIgnore;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   return attribute;
-}
-
-// CTAs come in clusters of two.
-inline cudaLaunchAttribute pair_attribute(bool is_paired) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = is_paired ? cudaLaunchAttributeClusterDimension : cudaLaunchAttributeIgnore;
-  attribute.val.clusterDim = {2, 1, 1};
-  return attribute;
-}
-
-// A backward kernel with one attribute.
-template <auto kKernel>
-cudaError_t launch_kernel(int64_t grid, int threads, int shared_bytes,
-                          cudaLaunchAttribute attribute, const BwdParams& params,
-                          cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kKernel, params);
 }
 
 // Which kernel walks over the queries of a block of keys.

@@ -4,6 +4,8 @@
 #include <algorithm>
 
 #include "../common/device.h"
+#include "../common/launch_kernel.h"
+#include "../common/recording.h"
 #include "../common/tensor_map.h"
 #include "kernel.cuh"
 
@@ -11,11 +13,7 @@ namespace jax_fa3 {
 
 // Whether launches on this stream may come in clusters. Into a graph go plain launches only: whoever keeps
 // it may change it to a launch of another shape, where a change of clusters has not been tried.
-inline bool may_pair(cudaStream_t stream) {
-  cudaStreamCaptureStatus capture;
-  return cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
-         capture == cudaStreamCaptureStatusNone;
-}
+inline bool may_pair(cudaStream_t stream) { return !is_recorded(stream); }
 
 // Sets the order and pairing of tiles.
 template <class Config>
@@ -71,17 +69,8 @@ cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t s
     status = cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream);
     if (status != cudaSuccess) return status;
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {2, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(Traits::kThreads);
-  config.dynamicSmemBytes = FwdSmem<Config>::kAllocation;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = is_paired ? 1 : 0;
-  return cudaLaunchKernelEx(&config, &fwd_kernel<Config>, params);
+  return launch_kernel<&fwd_kernel<Config>>(grid, Traits::kThreads, FwdSmem<Config>::kAllocation,
+                                            pair_attribute(is_paired), params, stream);
 }
 
 }  // namespace jax_fa3
