@@ -118,6 +118,20 @@ def test_turns_come_in_every_order():
     assert all(start < end for start, end in turns["a"].spans)
 
 
+@pytest.mark.parametrize("rounds", [5, 9])
+@pytest.mark.parametrize("sides", [2, 3, 4, 5])
+def test_no_side_always_follows_the_same_one(sides, rounds):
+    names = [str(number) for number in range(sides)]
+    orders = timing.draw_orders(names, rounds)
+    assert orders == timing.draw_orders(names, rounds)
+    assert [sorted(order) for order in orders] == [names] * rounds
+    turns = list(itertools.chain.from_iterable(orders))
+    for name in names:
+        before = [a for a, b in itertools.pairwise(turns) if b == name]
+        counts = [before.count(other) for other in names if other != name]
+        assert max(counts) - min(counts) <= 2
+
+
 def test_a_slower_side_is_measured_slower():
     def sleeper(seconds):
         return Side(lambda: time.sleep(seconds), lambda _: None)
