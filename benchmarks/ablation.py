@@ -221,17 +221,16 @@ def operands(variant: Variant, shape: grid.Shape) -> tuple[jax.Array, ...]:
     if not variant.is_fp8:
         return (*arrays, jnp.float32(shape.head_dim**-0.5))
     factor = jnp.float32(shape.head_dim**-0.5 * math.log2(math.e))
-    return tuple(
-        _ffi.quantize_operands(
-            *arrays,
-            factor,
-            jnp.float32(1),
-            image_dtype=jnp.float8_e4m3fn,
-            hadamard=True,
-            smooth_key=True,
-            center_value=True,
-        )
+    inputs = _ffi.QuantizerInputs(
+        *arrays,
+        factor=factor,
+        v_factor=jnp.float32(1),
+        image_dtype=jnp.float8_e4m3fn,
+        hadamard=True,
+        smooth_key=True,
+        center_value=True,
     )
+    return tuple(_ffi.quantize_operands(inputs))
 
 
 def forward(variant: Variant, target: str, shape: grid.Shape) -> Any:

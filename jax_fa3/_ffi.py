@@ -67,21 +67,10 @@ class Rotation(NamedTuple):
     key_mean: jax.Array  # f32 [batch, num_heads_kv, head_dim], taken from the keys
 
 
-def quantize_operands(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    factor: jax.Array,
-    v_factor: jax.Array,
-    *,
-    image_dtype: Any,
-    hadamard: bool,
-    smooth_key: bool,
-    center_value: bool,
-) -> Images:
-    """Quantises on the GPU what the fp8 kernel reads.
+class QuantizerInputs(NamedTuple):
+    """Operands and options of the quantiser.
 
-    Args:
+    Attributes:
       query: [batch, seqlen_q, num_heads_q, head_dim], 16-bit float or float8.
       key, value: [batch, seqlen_k, num_heads_kv, head_dim], each of its own dtype of those.
       factor: f32 [batch, num_heads_kv] or [], softmax_scale * log2(e) * query_descale *
@@ -90,14 +79,52 @@ def quantize_operands(
       image_dtype: float8_e4m3fn or float8_e5m2.
       hadamard, smooth_key, center_value: which exact-softmax steps are applied before rounding.
     """
-    outs = _call(
-        TARGET_QUANTIZE,
-        _quantize_results(query, key, image_dtype),
-        (query, key, value, factor, v_factor),
-        hadamard=bool(hadamard),
-        smooth_key=bool(smooth_key),
-        center_value=bool(center_value),
-    )
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    factor: jax.Array
+    v_factor: jax.Array
+    image_dtype: Any
+    hadamard: bool
+    smooth_key: bool
+    center_value: bool
+
+    @property
+    def operands(self) -> tuple[jax.Array, ...]:
+        return self[:5]
+
+    @property
+    def attributes(self) -> dict[str, bool]:
+        names = ("hadamard", "smooth_key", "center_value")
+        return {name: bool(getattr(self, name)) for name in names}
+
+    @property
+    def results(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Shapes and dtypes of `Images`, and of the workspace."""
+        batch, seqlen_q, num_heads_q, head_dim = self.query.shape
+        seqlen_k, num_heads_kv = self.key.shape[1:3]
+        rows = _round_up(seqlen_q, PAD_Q)
+        keys = _round_up(seqlen_k, PAD_K)
+        granules = keys // PAD_K
+        chunks = -(-seqlen_k // _KEYS_PER_CHUNK) + 1
+        q_lead, kv_lead = (batch, num_heads_q), (batch, num_heads_kv)
+        return [
+            ((*q_lead, rows, head_dim), self.image_dtype),
+            ((*q_lead, rows), jnp.float32),
+            ((*q_lead, rows), jnp.float32),
+            ((*kv_lead, keys, head_dim), self.image_dtype),
+            ((*kv_lead, granules), jnp.float32),
+            ((*kv_lead, granules, head_dim, PAD_K), self.image_dtype),
+            ((*kv_lead, head_dim), jnp.float32),
+            ((*kv_lead, head_dim), jnp.float32),
+            ((*kv_lead, chunks, 4, head_dim), jnp.float32),  # workspace, dropped
+        ]
+
+
+def quantize_operands(inputs: QuantizerInputs) -> Images:
+    """Quantises on the GPU what the fp8 kernel reads."""
+    outs = _call(TARGET_QUANTIZE, inputs.results, inputs.operands, **inputs.attributes)
     return Images(*outs[:8])
 
 
@@ -135,35 +162,25 @@ def fwd_fp8(
 
 
 def quantize_fwd_fp8(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    factor: jax.Array,
-    v_factor: jax.Array,
+    inputs: QuantizerInputs,
     *,
-    image_dtype: Any,
-    hadamard: bool,
-    smooth_key: bool,
-    center_value: bool,
     is_causal: bool,
     bottom_right: bool,
     linear_exp: bool,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """`fwd_fp8` of `quantize_operands` as one call: the same kernels; nobody sees the images."""
-    batch, seqlen_q, num_heads_q, head_dim = query.shape
+    batch, seqlen_q, num_heads_q, _ = inputs.query.shape
     out, logsumexp, *_ = _call(
         TARGET_QUANTIZE_FWD_FP8,
         [
-            ((batch, seqlen_q, num_heads_q, head_dim), out_dtype),
+            (inputs.query.shape, out_dtype),
             ((batch, num_heads_q, seqlen_q), jnp.float32),
             _TILE_COUNTER,
-            *_quantize_results(query, key, image_dtype),
+            *inputs.results,
         ],
-        (query, key, value, factor, v_factor),
-        hadamard=bool(hadamard),
-        smooth_key=bool(smooth_key),
-        center_value=bool(center_value),
+        inputs.operands,
+        **inputs.attributes,
         is_causal=bool(is_causal),
         bottom_right=bool(bottom_right),
         linear_exp=bool(linear_exp),
@@ -320,30 +337,6 @@ def unrotate(
         (dquery, dkey, softmax_scale, key_mean, row_sums),
     )
     return grads[0], grads[1]
-
-
-def _quantize_results(
-    query: jax.Array, key: jax.Array, image_dtype: Any
-) -> list[tuple[tuple[int, ...], Any]]:
-    """Those of `Images`, and the quantiser's workspace."""
-    batch, seqlen_q, num_heads_q, head_dim = query.shape
-    seqlen_k, num_heads_kv = key.shape[1:3]
-    rows = _round_up(seqlen_q, PAD_Q)
-    keys = _round_up(seqlen_k, PAD_K)
-    granules = keys // PAD_K
-    chunks = -(-seqlen_k // _KEYS_PER_CHUNK) + 1
-    q_lead, kv_lead = (batch, num_heads_q), (batch, num_heads_kv)
-    return [
-        ((*q_lead, rows, head_dim), image_dtype),
-        ((*q_lead, rows), jnp.float32),
-        ((*q_lead, rows), jnp.float32),
-        ((*kv_lead, keys, head_dim), image_dtype),
-        ((*kv_lead, granules), jnp.float32),
-        ((*kv_lead, granules, head_dim, PAD_K), image_dtype),
-        ((*kv_lead, head_dim), jnp.float32),
-        ((*kv_lead, head_dim), jnp.float32),
-        ((*kv_lead, chunks, 4, head_dim), jnp.float32),  # workspace, dropped
-    ]
 
 
 def _round_up(size: int, multiple: int) -> int:

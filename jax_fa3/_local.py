@@ -243,39 +243,28 @@ def _kernel(operands: Operands, call: Call) -> tuple[jax.Array, jax.Array]:
     if call.keeps_images:
         images = quantize(operands, config)
         return _ffi.fwd_fp8(images, seqlen_q=query.shape[1], seqlen_k=key.shape[1], **options)
-    factor, v_factor = _factors(operands)
-    steps = _steps(operands, config)
-    return _ffi.quantize_fwd_fp8(query, key, value, factor, v_factor, **steps, **options)
+    return _ffi.quantize_fwd_fp8(_quantizer_inputs(operands, config), **options)
 
 
 def quantize(operands: Operands, config: Config) -> _ffi.Images:
     """The images of rank-4 operands as config wants them."""
-    factor, v_factor = _factors(operands)
-    return _ffi.quantize_operands(
-        operands.query,
-        operands.key,
-        operands.value,
-        factor,
-        v_factor,
-        **_steps(operands, config),
-    )
+    return _ffi.quantize_operands(_quantizer_inputs(operands, config))
 
 
-def _factors(operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Of the logits and of value, as the quantiser reads them."""
+def _quantizer_inputs(operands: Operands, config: Config) -> _ffi.QuantizerInputs:
+    quantization = config.quantization
+    query, key, value = operands.query, operands.key, operands.value
     v_factor = operands.value_descale
     if v_factor is None:
         v_factor = jnp.float32(1)
-    return _fp8_model.logits_factor(operands).astype(jnp.float32), v_factor.astype(jnp.float32)
-
-
-def _steps(operands: Operands, config: Config) -> dict[str, Any]:
-    """What the quantiser does to the operands, as keyword arguments."""
-    quantization = config.quantization
-    query, key, value = operands.query, operands.key, operands.value
-    return {
-        "image_dtype": jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
-        "hadamard": _shapes.uses_hadamard(config, query, key),
-        "smooth_key": bool(quantization.smooth_key) and not _shapes.is_float8(key),
-        "center_value": bool(quantization.center_value) and not _shapes.is_float8(value),
-    }
+    return _ffi.QuantizerInputs(
+        query,
+        key,
+        value,
+        factor=_fp8_model.logits_factor(operands).astype(jnp.float32),
+        v_factor=v_factor.astype(jnp.float32),
+        image_dtype=jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
+        hadamard=_shapes.uses_hadamard(config, query, key),
+        smooth_key=quantization.smooth_key and not _shapes.is_float8(key),
+        center_value=quantization.center_value and not _shapes.is_float8(value),
+    )

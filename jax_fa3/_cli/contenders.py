@@ -202,17 +202,18 @@ def _kernel_alone(
         raise Unavailable(dict(plan.not_taken)["cuda"])
 
     def quantize(q: jax.Array, k: jax.Array, v: jax.Array) -> _ffi.Images:
-        return _ffi.quantize_operands(
+        inputs = _ffi.QuantizerInputs(
             q,
             k,
             v,
-            jnp.float32(shape.head_dim**-0.5 * math.log2(math.e)),
-            jnp.float32(1),
+            factor=jnp.float32(shape.head_dim**-0.5 * math.log2(math.e)),
+            v_factor=jnp.float32(1),
             image_dtype=jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
             hadamard=bool(quantization.hadamard),  # "auto" is on for 64, 128 and 256
             smooth_key=quantization.smooth_key,
             center_value=quantization.center_value,
         )
+        return _ffi.quantize_operands(inputs)
 
     def call(*images: jax.Array) -> Any:
         return _ffi.fwd_fp8(

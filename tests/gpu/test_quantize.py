@@ -19,7 +19,9 @@ def quantize(case, q, k, v, factor, v_factor):
     """jax arrays in, _ffi.Images out, through jit."""
     call = jax.jit(
         lambda *operands: _ffi.quantize_operands(
-            *operands, image_dtype=quantize_data.DTYPES[case.image_dtype], **case.flags()
+            _ffi.QuantizerInputs(
+                *operands, image_dtype=quantize_data.DTYPES[case.image_dtype], **case.flags()
+            )
         )
     )
     return call(q, k, v, factor, v_factor)
