@@ -49,7 +49,6 @@ inline void fill_quantize(Checker& check, QuantizeParams& params, const Sizes& s
   params.k_kind = check.kind("k", k.element_type(), true, true);
   params.v_kind = check.kind("v", v.element_type(), true, true);
   params.image_kind = images.check(check, sizes);
-  check.hopper();
   if (check.failed()) return;
 
   params.q = q.untyped_data();
@@ -87,7 +86,6 @@ inline void fill_shape(Checker& check, FwdShape& shape, const Sizes& sizes, FwdB
   check.shape("tile_counter", buffers.tile_counter, {1});
   shape.out_is_f16 =
       check.kind("out", buffers.out.element_type(), false, true) == ElementKind::kF16;
-  check.hopper();
   fill_sizes(shape, sizes);
   shape.is_causal = buffers.is_causal;
   shape.bottom_right = buffers.bottom_right;

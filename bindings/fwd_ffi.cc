@@ -22,6 +22,7 @@ ffi::Error fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q_image, ffi::Buffer<ffi:
   const int64_t num_heads_kv = k_image.dimensions()[1], seqlen_q = out->dimensions()[1];
   const Sizes sizes{q_dims[0], seqlen_q, seqlen_k, q_dims[1], num_heads_kv, q_dims[3]};
   check.sizes(sizes);
+  check.hopper();
   const ImageBuffers images{q_image,   q_descale, q_shift,   k_image,
                             k_descale, v_image,   v_descale, v_mean};
   Fp8Params params{};
@@ -40,6 +41,7 @@ ffi::Error fwd_native(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   Checker check("jax_fa3_fwd");
   const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
+  check.hopper();
   const auto [batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim] = sizes;
   NativeParams params{};
   fill_shape(check, params, sizes, {*out, *logsumexp, *tile_counter, is_causal, bottom_right});

@@ -16,6 +16,7 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   Checker check("jax_fa3_quantize");
   const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
+  check.hopper();
   QuantizeParams params{};
   fill_quantize(
       check, params, sizes, q, k, v, factor, v_factor,

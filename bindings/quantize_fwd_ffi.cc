@@ -22,6 +22,7 @@ ffi::Error quantize_fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffe
   Checker check("jax_fa3_quantize_fwd_fp8");
   const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
+  check.hopper();
   const ImageBuffers images{*q_image,   *q_descale, *q_shift,   *k_image,
                             *k_descale, *v_image,   *v_descale, *v_mean};
   struct {
