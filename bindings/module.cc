@@ -7,6 +7,7 @@
 #include "bindings/handlers.h"
 #include "bindings/kept_graph.h"
 #include "cuda/common/build_info.h"
+#include "cuda/common/scheduler.h"
 #include "cuda/fwd/launch.h"
 
 namespace nb = nanobind;
@@ -56,6 +57,13 @@ nb::list kernels() {
   return list;
 }
 
+// As order_tiles of cuda/fwd/launch.cuh, for a kernel whose cluster_size is 2.
+bool is_paired(int block_q, int seqlen_q, int seqlen_k, int group_size, bool is_causal) {
+  using jax_fa3::Pairing;
+  const int num_q_blocks = (seqlen_q + block_q - 1) / block_q;
+  return jax_fa3::choose_pairing(num_q_blocks, group_size, seqlen_k, is_causal) != Pairing::kNone;
+}
+
 }  // namespace
 
 NB_MODULE(_ext, module) {
@@ -73,4 +81,7 @@ NB_MODULE(_ext, module) {
       "How often a handler launched a graph that it keeps, since the import.");
   module.def("kernels", &kernels,
              "What each forward kernel is: dtype, head_dim, tile, stages, warpgroups.");
+  module.def("is_paired", &is_paired, nb::kw_only(), nb::arg("block_q"), nb::arg("seqlen_q"),
+             nb::arg("seqlen_k"), nb::arg("group_size"), nb::arg("is_causal"),
+             "Whether CTAs of a call form clusters, where its kernel has a cluster_size of 2.");
 }

@@ -46,6 +46,7 @@ class Plan:
       targets: custom-call targets of a forward pass, in order; () for "xla". Where a gradient is
         taken, FP8 has two: "jax_fa3_quantize" and "jax_fa3_fwd_fp8".
       kernel: facts about the kernel (name, tile, stages, ...), as pairs; () when unknown or unused.
+        cluster_size is 1 where this call goes without what the kernel can do.
       quantization: how query, key and value become float8, in words.
       not_taken: (path, why not) for every other path.
       notes: what else a reader should know.
@@ -117,6 +118,8 @@ def plan(
     if config.precision == "native":
         targets = (_extension.TARGET_FWD,)
     facts = _kernel_facts(dims, config, dtypes) or {}
+    if facts.get("cluster_size") == 2 and not _is_paired(facts["block_q"], dims, config):
+        facts["cluster_size"] = 1
     reason = "the kernel serves this request" if implementation is None else 'implementation="cuda"'
     return Plan(
         function,
@@ -235,6 +238,20 @@ def _kernel_facts(dims: Dims, config: Config, dtypes: Mapping[str, Any]) -> dict
             continue
         return dict(facts)
     return None
+
+
+def _is_paired(block_q: int, dims: Dims, config: Config) -> bool:
+    """Whether CTAs of this call form clusters; True for a size of `jax.export` without a value."""
+    sizes = (dims.seqlen_q, dims.seqlen_k, dims.num_heads_q, dims.num_heads_kv)
+    if not all(isinstance(size, int) for size in sizes):
+        return True
+    return _extension.is_paired(
+        block_q=block_q,
+        seqlen_q=dims.seqlen_q,
+        seqlen_k=dims.seqlen_k,
+        group_size=dims.num_heads_q // dims.num_heads_kv,
+        is_causal=config.is_causal,
+    )
 
 
 def _describe_quantization(config: Config, dims: Dims, dtypes: Mapping[str, Any]) -> str:

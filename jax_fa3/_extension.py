@@ -73,6 +73,21 @@ def kernels() -> list[dict[str, Any]]:
     return [] if _EXT is None else list(_EXT.kernels())
 
 
+def is_paired(
+    *, block_q: int, seqlen_q: int, seqlen_k: int, group_size: int, is_causal: bool
+) -> bool:
+    """Whether CTAs of a call form clusters, where its kernel has a cluster_size of 2."""
+    return _EXT is not None and bool(
+        _EXT.is_paired(
+            block_q=block_q,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            group_size=group_size,
+            is_causal=is_causal,
+        )
+    )
+
+
 def cuda_version() -> int | None:
     """CUDA version the extension was built with (13000 = 13.0); None without it."""
     return None if _EXT is None else int(_EXT.cuda_version)

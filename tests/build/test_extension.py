@@ -13,6 +13,9 @@ from pathlib import Path
 import jax
 import pytest
 
+import jax_fa3
+from jax_fa3 import _compat
+
 SPEC = importlib.util.find_spec("jax_fa3._ext")
 # A source tree may hold the extension of another Python: stable ABI means 3.12 or newer.
 FOREIGN = SPEC is not None and SPEC.origin.endswith(".abi3.so") and sys.version_info < (3, 12)
@@ -118,6 +121,19 @@ def test_kernel_list_is_complete(ext):
     native = {(k["dtype"], k["head_dim"]) for k in kernels if k["dtype"] in ("bf16", "f16")}
     assert fp8 == {(dtype, d) for dtype in ("e4m3", "e5m2") for d in (64, 128, 256)}
     assert native == {(dtype, d) for dtype in ("bf16", "f16") for d in (64, 128, 256)}
+
+
+def test_explain_names_the_cluster_size_of_the_call(ext, monkeypatch):
+    """Where the tiles of a call do not pair, its CTAs share nothing."""
+    monkeypatch.setattr(_compat, "cuda_capabilities", tuple)
+
+    def of(seqlen, heads=3, **options):
+        q, k = (jax.ShapeDtypeStruct((2, seqlen, n, 256), "bfloat16") for n in (heads, 3))
+        return dict(jax_fa3.explain(q, k, k, **options).kernel)["cluster_size"]
+
+    assert (of(1023), of(1024)) == (1, 2)
+    assert (of(2048, is_causal=True), of(2048, 6, is_causal=True)) == (1, 2)
+    assert of(2048, precision="native") == 1
 
 
 def test_ffi_version_is_not_newer_than_the_installed_jaxlib(ext):
