@@ -34,6 +34,7 @@ def test_goals_stand_beside_what_was_reached(goals):
         row(ratio={"fa3_fp8": 9.0}, preset="fast", **square),
         row(ratio={"fa3_fp8": 1.1}, batch=16, **square),
         row(ratio={"cudnn": 1.3, "fa3jax": 1.12}, **step),
+        row(ratio={"cudnn": 1.4, "fa3jax": 1.2}, preset="fast", **step),  # has no goal
         row(ratio={"kernel": 0.95}, with_quantize=True),
     ]
     forward = goals.goals_table("forward", rows).splitlines()
@@ -53,6 +54,7 @@ def test_what_a_fixed_order_costs_is_taken_shape_by_shape(goals):
     rows = [
         row(**own, preset=None, ms=2.0),
         row(**own, preset="deterministic", ms=2.3),
+        row(**own, preset=None, ms=2.1),  # beside other rivals
         row(**own, preset=None, ms=1.0, seqlen_q=4096),  # alone
         {"kind": "soak"},
     ]
