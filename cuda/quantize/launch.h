@@ -33,12 +33,6 @@ FA3_HOST_DEVICE constexpr int64_t quantize_chunks(int64_t seqlen_k) {
   return (seqlen_k + kStatsChunk - 1) / kStatsChunk;
 }
 
-// Size of QuantizeParams::workspace, in floats.
-constexpr int64_t quantize_workspace_floats(int64_t batch, int64_t num_heads_kv, int64_t seqlen_k,
-                                            int64_t head_dim) {
-  return batch * num_heads_kv * (quantize_chunks(seqlen_k) + 1) * 4 * head_dim;
-}
-
 // Three or four kernels on `stream`. cudaErrorInvalidValue, before any launch: a size below 1, heads that
 // do not divide, a head_dim other than 64, 128 and 256, hadamard with float8 q or k, an image kind that
 // is no float8, more than 2^31 - 1 blocks, or 2 GB in 128 rows.

@@ -175,14 +175,4 @@ FA3_HOST_DEVICE uint32_t cast_four(float a, float b, float c, float d) {
   return low | high << 16;
 }
 
-// The 16 values of one channel and one 16-key group, in key order, as the group's 16 bytes
-// (layout.h: key_position).
-template <bool kE5m2>
-FA3_HOST_DEVICE void cast_value_chunk(const float (&keys)[16], uint32_t (&words)[4]) {
-#pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    words[t] = cast_four<kE5m2>(keys[2 * t], keys[2 * t + 1], keys[8 + 2 * t], keys[8 + 2 * t + 1]);
-  }
-}
-
 }  // namespace jax_fa3

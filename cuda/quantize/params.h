@@ -44,7 +44,7 @@ struct QuantizeParams {
   float* v_descale;  // [batch, num_heads_kv, head_dim]
   float* v_mean;     // [batch, num_heads_kv, head_dim]: the mean of v less that of code * v_descale
 
-  // [batch, num_heads_kv, quantize_chunks(seqlen_k) + 1, 4, head_dim]: quantize_workspace_floats().
+  // [batch, num_heads_kv, quantize_chunks(seqlen_k) + 1, 4, head_dim].
   // Chunk c holds the sum of k and the sum, minimum and maximum of v over its keys, later the sums
   // of v's codes in its granules; the last slot: WorkspaceResult (stats_kernels.cuh).
   float* workspace;

@@ -22,7 +22,6 @@ FA3_HOST_DEVICE constexpr int rotation_stage(int stage) {
   constexpr uint64_t kBits = 0x7652'1430;  // from the last stage to the first
   return 1 << static_cast<int>(kBits >> 4 * stage & 15);
 }
-inline constexpr int kRotationStages = 8;
 
 // Byte of the image row where coordinate i stands, rotated or not.
 FA3_HOST_DEVICE constexpr int image_position(int i) {

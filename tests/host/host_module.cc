@@ -3,10 +3,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
-#include <stdexcept>
-#include <string>
-
 #include "cuda/common/layout.h"
 #include "cuda/common/mask.h"
 #include "cuda/common/scheduler.h"
@@ -105,14 +101,6 @@ void bind_numerics(py::module_& m) {
           return e5m2 ? cast_four<true>(value, 0, 0, 0) & 0xffu
                       : cast_four<false>(value, 0, 0, 0) & 0xffu;
         }));
-  m.def("cast_value_word", [](py::array_t<float, py::array::c_style> keys) {
-    float values[16];
-    uint32_t words[4];
-    if (keys.size() != 16) throw std::invalid_argument("cast_value_word: needs 16 keys");
-    std::copy_n(keys.data(), 16, values);
-    cast_value_chunk<false>(values, words);
-    return py::bytes(reinterpret_cast<const char*>(words), sizeof(words));
-  });
   m.def("widen_code", py::vectorize([](uint32_t code, bool e5m2) {
           return pair_low(widen_pair(code, e5m2 ? ElementKind::kE5m2 : ElementKind::kE4m3), false);
         }));
@@ -132,7 +120,6 @@ void bind_numerics(py::module_& m) {
 
 void bind_grid(py::module_& m) {
   m.def("quantize_chunks", &quantize_chunks);
-  m.def("quantize_workspace_floats", &quantize_workspace_floats);
   // (stats, finalize, finalize threads, kv, q) blocks, or None when the launch refuses.
   m.def("quantize_grid",
         [](int batch, int seqlen_q, int seqlen_k, int num_heads_q, int num_heads_kv, int head_dim,

@@ -107,9 +107,7 @@ py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
   GuardedBuffer q_image(rows * dim), q_descale(rows * 4), q_shift(rows * 4);
   GuardedBuffer k_image(keys * dim), k_descale(keys / kGranule * 4), v_image(keys * dim);
   GuardedBuffer v_descale(kv_heads * dim * 4), v_mean(kv_heads * dim * 4);
-  GuardedBuffer workspace(quantize_workspace_floats(params.batch, params.num_heads_kv,
-                                                    params.seqlen_k, params.head_dim) *
-                          4);
+  GuardedBuffer workspace(kv_heads * (quantize_chunks(params.seqlen_k) + 1) * 4 * dim * 4);
   params.q_image = q_image.as<uint8_t>(), params.q_descale = q_descale.as<float>();
   params.q_shift = q_shift.as<float>(), params.k_image = k_image.as<uint8_t>();
   params.k_descale = k_descale.as<float>(), params.v_image = v_image.as<uint8_t>();

@@ -151,14 +151,6 @@ def test_q_and_k_images_give_q_times_k(host, head_dim):
     np.testing.assert_array_equal(images[0] @ images[1].T, q @ k.T)
 
 
-def test_value_chunk_is_cast_in_key_order(host):
-    keys = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], np.float32)
-    codes = np.frombuffer(host.cast_value_word(keys), np.uint8)
-    expected = np.empty(16, np.uint8)
-    expected[host.key_position(np.arange(16))] = host.cast_code(keys, False)
-    np.testing.assert_array_equal(codes, expected)
-
-
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_image_positions_are_a_permutation(host, head_dim):
     positions = host.image_position(np.arange(head_dim))
