@@ -100,20 +100,13 @@ def plan(
         if missing is not None:
             raise RuntimeError(f'{function}: implementation="cuda" cannot run: {missing}.')
     quantization = _describe_quantization(config, dims, dtypes)
-    native = (
-        'native kernel: precision="fp8" was asked for'
-        if config.precision == "fp8"
-        else 'fp8 kernel: precision="native" was asked for'
-    )
-    other = tuple(native.split(": ", 1))
-    if implementation == "xla":
-        refused = (("cuda", 'implementation="xla" was asked for'), (other[0], other[1]))
-        return Plan(function, "xla", (), (), quantization, refused)
-    if unserved is not None or missing is not None:
-        reason = unserved if unserved is not None else missing
-        return Plan(
-            function, "xla", (), (), quantization, (("cuda", str(reason)), (other[0], other[1]))
-        )
+    other = ("native kernel", 'precision="fp8" was asked for')
+    if config.precision == "native":
+        other = ("fp8 kernel", 'precision="native" was asked for')
+    refused = 'implementation="xla" was asked for' if implementation == "xla" else unserved
+    refused = missing if refused is None else refused
+    if refused is not None:
+        return Plan(function, "xla", (), (), quantization, (("cuda", refused), other))
     targets: tuple[str, ...] = (_extension.TARGET_QUANTIZE_FWD_FP8,)
     if config.precision == "native":
         targets = (_extension.TARGET_FWD,)
@@ -127,7 +120,7 @@ def plan(
         targets,
         tuple(facts.items()),
         quantization,
-        (("xla", reason), (other[0], other[1])),
+        (("xla", reason), other),
         _notes(dims, config, dtypes, given, implementation),
     )
 

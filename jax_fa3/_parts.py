@@ -52,9 +52,6 @@ class Part(Protocol):
     ) -> tuple[Tree, Tree]:
         """(rows, shard) of operands [batch, seqlen, heads, head_dim]; scale f32 []."""
 
-    def saved(self, rows: Tree) -> Tree:
-        """What `backward` and `finish` need of the rows."""
-
     def forward(
         self, rows: Tree, shard: Tree, scale: jax.Array, *, is_causal: bool, is_own: bool
     ) -> Partial:
@@ -100,9 +97,6 @@ class Native:
         self, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array
     ) -> tuple[Tree, Tree]:
         return query, (key, value)
-
-    def saved(self, rows: Tree) -> Tree:
-        return rows
 
     def forward(
         self, rows: Tree, shard: Tree, scale: jax.Array, *, is_causal: bool, is_own: bool
@@ -204,9 +198,6 @@ class Float8:
         )
         factors = [images.v_descale, images.v_mean, *means, images.k_descale]
         return rows, _Shard(images.k_image, images.v_image, jnp.concatenate(factors, axis=-1))
-
-    def saved(self, rows: Tree) -> Tree:
-        return rows
 
     def forward(
         self, rows: Tree, shard: Tree, scale: jax.Array, *, is_causal: bool, is_own: bool

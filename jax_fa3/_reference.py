@@ -62,7 +62,7 @@ def attention(
     Args:
       operands: see Operands.   config: see Config.
       block_sizes: (rows, keys) of a block; None chooses. The result does not depend on it beyond
-        float32 rounding and the e4m3 rounding of probabilities below 2^-12 of a row's largest.
+        float32 rounding and the e4m3 rounding of probabilities below 2^-13 of a row's largest.
     Returns: (out [batch, seqlen_q, num_heads_q, head_dim_v] of config.out_dtype, logsumexp float32
       [batch, num_heads_q, seqlen_q], natural log, sinks included). Rows that see no key are 0 and
       -inf, with sinks too.
@@ -91,7 +91,7 @@ def of_effective(
     num_q, num_kv = -(-dims.seqlen_q // block_q), -(-dims.seqlen_k // block_kv)
     rules = _masks.make_rules(operands, config, dims)
     rows = _row_blocks(operands, effective, dims, num_q, block_q)
-    keys = _key_blocks(operands, effective, dims, num_kv, block_kv)
+    keys = _key_blocks(operands, effective, num_kv, block_kv)
     padded = num_kv * block_kv != dims.seqlen_k
     mean = effective.value_mean
 
@@ -168,7 +168,7 @@ def _row_blocks(
 
 
 def _key_blocks(
-    operands: Operands, effective: EffectiveOperands, dims: Dims, num: int, size: int
+    operands: Operands, effective: EffectiveOperands, num: int, size: int
 ) -> dict[str, Any]:
     return {
         "key": _split(jnp.swapaxes(effective.key, 1, 2), 2, num, size),

@@ -267,7 +267,7 @@ def attend(
             out, logsumexp = op(*operands)
         out = _compat.named_residual(out, _vjp.OUT_NAME)
         logsumexp = _compat.named_residual(logsumexp, _vjp.LOGSUMEXP_NAME)
-        kept = steps.part.saved(rows), shard, scale, index
+        kept = rows, shard, scale, index
         return (out, logsumexp), (kept, out, logsumexp)
 
     def bwd(saved: Any, cotangents: Partial) -> tuple[jax.Array | None, ...]:

@@ -30,12 +30,14 @@ class Unavailable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Attributes:
-    impl: jax_fa3, jax_fa3_xla or a rival's key.
-    precision: fp8, bf16 or f16.
-    preset: of jax_fa3 in fp8, else None.
-    with_quantize: whether the time holds the conversion from 16-bit inputs.
-    build: makes the Side for a shape; raises Unavailable.
+    """Who may be timed.
+
+    Attributes:
+      impl: jax_fa3, jax_fa3_xla or a rival's key.
+      precision: fp8, bf16 or f16.
+      preset: of jax_fa3 in fp8, else None.
+      with_quantize: whether the time holds the conversion from 16-bit inputs.
+      build: makes the Side for a shape; raises Unavailable.
     """
 
     impl: str
