@@ -32,7 +32,7 @@ __device__ __forceinline__ int tile_blocks(const FwdShape& shape, const Tile& ti
 }
 
 // Copies of operands.
-// NOTE: the load thread has 24 registers, so it keeps numbers and not addresses.
+// NOTE: the load thread has few registers, so it keeps numbers and not addresses.
 template <class Config>
 struct Loader {
   using Traits = FwdTraits<Config>;
