@@ -1,4 +1,5 @@
-"""Every numeric limit of the tests, with its reason and the value measured when it was set.
+"""Limits on errors that more than one test takes, with their reasons and the values measured when
+they were set. A limit of one test alone stands there.
 
 Errors are taken per (batch, head), so that one bad head cannot hide among good ones. Measured
 values are the largest over tests/cases.py on a CPU unless the reason says otherwise.
