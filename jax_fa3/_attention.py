@@ -35,8 +35,8 @@ FLOAT8_GRADIENT = (
 )
 
 
-class CommonOptions(TypedDict, total=False):
-    """Keywords of `attention` that its Flax adapters have too."""
+class SharedOptions(TypedDict, total=False):
+    """Keywords of `attention` that `attention_varlen` and the Flax adapters have too."""
 
     softmax_scale: Any
     is_causal: bool
@@ -44,24 +44,34 @@ class CommonOptions(TypedDict, total=False):
     window_size: tuple[int | None, int | None] | None
     logits_soft_cap: float | None
     sinks: Any
-    query_segment_ids: Any
-    key_segment_ids: Any
-    query_seqlens: Any
-    key_seqlens: Any
     quantization: Quantization | None
     deterministic: bool
     implementation: Literal["cuda", "xla"] | None
 
 
-class AttentionOptions(CommonOptions, total=False):
-    """Keywords of `attention` beside return_logsumexp, for the overloads below."""
+class PaddingOptions(TypedDict, total=False):
+    """Keywords of `attention` and the Flax adapters."""
 
-    mask: Any
-    bias: Any
+    query_segment_ids: Any
+    key_segment_ids: Any
+    query_seqlens: Any
+    key_seqlens: Any
+
+
+class InputOptions(TypedDict, total=False):
+    """Keywords of `attention` and `attention_varlen`."""
+
     precision: Literal["fp8", "native"]
     query_descale: Any
     key_descale: Any
     value_descale: Any
+
+
+class AttentionOptions(SharedOptions, PaddingOptions, InputOptions, total=False):
+    """Keywords of `attention` beside return_logsumexp, for the overloads below."""
+
+    mask: Any
+    bias: Any
 
 
 @overload

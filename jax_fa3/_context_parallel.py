@@ -14,7 +14,7 @@ for j > i. So every device computes the same two blocks per step and no work is 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,42 @@ from jax_fa3._quantize import Quantization
 from jax_fa3._shapes import Operands
 
 _NAME = "context_parallel_attention"
+
+
+class ContextParallelOptions(TypedDict, total=False):
+    """Keywords of `context_parallel_attention` that have defaults, beside return_logsumexp."""
+
+    strategy: Literal["ring", "all_gather", "ulysses"]
+    layout: Literal["contiguous", "zigzag"]
+    softmax_scale: Any
+    is_causal: bool
+    precision: Literal["fp8", "native"]
+    quantization: Quantization | None
+    implementation: Literal["cuda", "xla"] | None
+
+
+@overload
+def context_parallel_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    axis_name: str | tuple[str, ...],
+    return_logsumexp: Literal[False] = ...,
+    **options: Unpack[ContextParallelOptions],
+) -> jax.Array: ...
+
+
+@overload
+def context_parallel_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    axis_name: str | tuple[str, ...],
+    return_logsumexp: Literal[True],
+    **options: Unpack[ContextParallelOptions],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def context_parallel_attention(

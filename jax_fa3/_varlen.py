@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,40 @@ from jax_fa3 import _attention, _compat, _option_checks, _partition, _shapes
 from jax_fa3._quantize import Quantization
 
 _NAME = "attention_varlen"
+
+
+class VarlenOptions(_attention.SharedOptions, _attention.InputOptions, total=False):
+    """Keywords of `attention_varlen` that have defaults, beside return_logsumexp."""
+
+
+@overload
+def attention_varlen(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    return_logsumexp: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> jax.Array: ...
+
+
+@overload
+def attention_varlen(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    return_logsumexp: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 @_compat.any_rank

@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
 __all__ = ["FlaxOptions", "linen_attention_fn", "nnx_attention_fn"]
 
 
-class FlaxOptions(_attention.CommonOptions, total=False):
+class FlaxOptions(_attention.SharedOptions, _attention.PaddingOptions, total=False):
     """Keywords of both adapters: those of `jax_fa3.attention` that Flax does not pass itself."""
 
     precision: Literal["fp8", "native"] | None
