@@ -51,7 +51,10 @@ def cudnn_attention_fn(
 ) -> jax.Array:
     """JAX's own fused attention; causal. of_flax is about dropout and dtypes, both settled here."""
     if mask is not None:
-        raise ValueError("cudnn_attention_fn: mask must be None, it is causal itself.")
+        raise ValueError(
+            "cudnn_attention_fn: mask must be None (it is causal itself); got "
+            f"{type(mask).__name__}."
+        )
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 

@@ -83,7 +83,10 @@ def attention_over(mesh: Mesh, precision: Any) -> Any:
     # Flax passes only the keywords that the signature names.
     def attention_fn(query: Any, key: Any, value: Any, mask: Any = None) -> jax.Array:
         if mask is not None:
-            raise ValueError("attention_fn: mask must be None, the ring is causal itself.")
+            raise ValueError(
+                "attention_fn: mask must be None (the ring is causal itself); got "
+                f"{type(mask).__name__}."
+            )
         return ring(query, key, value)
 
     return attention_fn
