@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "cuda/common/recording.h"
 
@@ -50,9 +52,13 @@ class KeptGraphs {
   }
 
  private:
+  // CTAs of a cluster for each node, at most 1 where there is none. A graph is changed to one of its own
+  // form only: an update is not known to change clusters.
+  using Form = std::vector<unsigned>;
+
   struct Kept {
     cudaGraphExec_t graph = nullptr;
-    size_t nodes = 0;
+    Form form;
     uint64_t used = 0;  // when last
     Key key;
   };
@@ -67,12 +73,12 @@ class KeptGraphs {
   // Makes `recorded` the graph of `key`, or returns null where CUDA refuses. A graph in flight ends as
   // it began.
   Kept* keep(const Key& key, cudaGraph_t recorded) {
-    size_t nodes = 0;
-    if (cudaGraphGetNodes(recorded, nullptr, &nodes) != cudaSuccess) return nullptr;
-    Kept& kept = place_for(nodes);
+    Form form;
+    if (form_of(recorded, &form) != cudaSuccess) return nullptr;
+    Kept& kept = place_for(form);
     cudaGraphExecUpdateResultInfo changes;
     if (kept.graph != nullptr &&
-        cudaGraphExecUpdate(kept.graph, recorded, &changes) != cudaSuccess) {
+        (kept.form != form || cudaGraphExecUpdate(kept.graph, recorded, &changes) != cudaSuccess)) {
       cudaGetLastError();
       cudaGraphExecDestroy(kept.graph);
       kept.graph = nullptr;
@@ -81,18 +87,37 @@ class KeptGraphs {
       kept.graph = nullptr;
       return nullptr;
     }
-    kept.nodes = nodes;
+    kept.form = std::move(form);
     std::memcpy(&kept.key, &key, sizeof(Key));
     return &kept;
   }
 
-  // No graph, or the one that was not used for longest: of as many nodes, because to change a graph is
+  static cudaError_t form_of(cudaGraph_t graph, Form* form) {
+    size_t count = 0;
+    cudaError_t status = cudaGraphGetNodes(graph, nullptr, &count);
+    if (status != cudaSuccess) return status;
+    std::vector<cudaGraphNode_t> nodes(count);
+    status = cudaGraphGetNodes(graph, nodes.data(), &count);
+    for (size_t i = 0; i < nodes.size() && status == cudaSuccess; ++i) {
+      cudaGraphNodeType type;
+      cudaLaunchAttributeValue value{};
+      status = cudaGraphNodeGetType(nodes[i], &type);
+      if (status == cudaSuccess && type == cudaGraphNodeTypeKernel) {
+        status =
+            cudaGraphKernelNodeGetAttribute(nodes[i], cudaLaunchAttributeClusterDimension, &value);
+      }
+      form->push_back(value.clusterDim.x * value.clusterDim.y * value.clusterDim.z);
+    }
+    return status;
+  }
+
+  // No graph, or the one that was not used for longest: of the same form, because to change a graph is
   // quick and to make one takes 55 us.
-  Kept& place_for(size_t nodes) {
+  Kept& place_for(const Form& form) {
     Kept* best = &kept_[0];
     for (Kept& kept : kept_) {
       if (kept.graph == nullptr) return kept;
-      const bool fits = kept.nodes == nodes, best_fits = best->nodes == nodes;
+      const bool fits = kept.form == form, best_fits = best->form == form;
       if (fits != best_fits ? fits : kept.used < best->used) best = &kept;
     }
     return *best;

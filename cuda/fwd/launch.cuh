@@ -5,19 +5,15 @@
 
 #include "../common/device.h"
 #include "../common/launch_kernel.h"
-#include "../common/recording.h"
 #include "../common/tensor_map.h"
 #include "kernel.cuh"
 
 namespace jax_fa3 {
 
-// Whether launches on this stream may come in clusters. Into a graph go plain launches only: whoever keeps
-// it may change it to a launch of another shape, where a change of clusters has not been tried.
-inline bool may_pair(cudaStream_t stream) { return !is_recorded(stream); }
-
-// Sets the order and pairing of tiles.
+// Sets the order and pairing of tiles, by the shape alone: XLA records a call of one shape again and puts
+// it in place of the last recording, where a kernel must come in clusters as before.
 template <class Config>
-void order_tiles(FwdShape* shape, cudaStream_t stream) {
+void order_tiles(FwdShape* shape) {
   using Traits = FwdTraits<Config>;
   // Half of the 50 MB L2 of an H100: the rest holds queries, outputs and what the last section
   // left.
@@ -26,7 +22,7 @@ void order_tiles(FwdShape* shape, cudaStream_t stream) {
       2 * static_cast<int64_t>(shape->seqlen_k) * Traits::kHeadDim * Traits::kElementBytes;
   const int group = shape->num_heads_q / shape->num_heads_kv;
   int num_q_blocks = (shape->seqlen_q + Traits::kBlockQ - 1) / Traits::kBlockQ;
-  shape->pairing = Traits::kCanPair && may_pair(stream)
+  shape->pairing = Traits::kCanPair
                        ? choose_pairing(num_q_blocks, group, shape->seqlen_k, shape->is_causal)
                        : Pairing::kNone;
   if (shape->pairing == Pairing::kHalves) num_q_blocks /= 2;
@@ -41,7 +37,7 @@ void order_tiles(FwdShape* shape, cudaStream_t stream) {
 template <class Config>
 cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t stream) {
   using Traits = FwdTraits<Config>;
-  order_tiles<Config>(&params, stream);
+  order_tiles<Config>(&params);
   cudaError_t status = cudaSuccess;
   if constexpr (!Traits::kIsFp8) {
     constexpr bool kIsBf16 = std::is_same_v<typename Traits::Element, ptx::Bf16>;

@@ -40,7 +40,7 @@ def inputs_of(*sizes: int, batch: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_pairs(name: str, record_property: Any) -> None:
-    """Many times the same sequence, since short calls go into a graph, which has no pairs."""
+    """Outside of a graph, where short calls would go into one: many times the same sequence."""
     *sizes, causal = CALLS[name]
     inputs = inputs_of(*sizes)
     batch = MOST_ROWS_OF_A_GRAPH // (sizes[0] * sizes[2]) + 1
@@ -49,6 +49,39 @@ def test_pairs(name: str, record_property: Any) -> None:
     first = jax.tree.map(lambda x: x[:1], results)
     reference.assert_same_bits(jax.tree.map(lambda x: np.repeat(x, batch, axis=0), first), results)
     check(first, inputs, causal=causal, softmax_scale=None, note=record_property)
+
+
+def test_pairs_in_graphs() -> None:
+    """Calls with pairs and without, in any order, in graphs that a handler keeps and in XLA's."""
+    rng = np.random.default_rng(0)
+    shapes: list[tuple[tuple[int, ...], str | None]] = [
+        ((1024, 1024, 4, 4), None),  # halves
+        ((1024, 1000, 4, 4), None),  # alone, with as many launches
+        ((1024, 1152, 4, 2), None),  # neighbours
+        ((4096, 4096, 2, 2), "bottom_right"),  # halves
+        ((4096, 4000, 2, 2), "bottom_right"),  # alone
+    ]
+    calls = []
+    for sizes, causal in shapes:
+        call = functools.partial(attend, causal=causal)
+        in_graphs = [
+            jax.jit(call),
+            jax.jit(call, compiler_options={"xla_gpu_graph_min_graph_size": 1}),
+        ]
+        batch = MOST_ROWS_OF_A_GRAPH // (sizes[0] * sizes[2]) + 1
+        inputs = jax.tree.map(jnp.asarray, inputs_of(*sizes, batch=batch))
+        expected = jax.jit(call)(inputs)  # too long for a kept graph, too few for one of XLA's
+        for place in range(4):  # more than a handler keeps
+            one = jax.tree.map(lambda x, i=place: x[i : i + 1], (inputs, expected))
+            calls += [(in_graph, *one) for in_graph in in_graphs]
+    count_different = jax.jit(reference.count_different)
+    for _ in range(4):
+        counts = []
+        for i in rng.permutation(len(calls)):
+            in_graph, inputs, expected = calls[i]
+            reference.poison()
+            counts.append(count_different(in_graph(inputs), expected))
+        assert [int(count) for count in counts] == [0] * len(calls)
 
 
 @pytest.mark.parametrize(

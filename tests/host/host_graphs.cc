@@ -1,5 +1,6 @@
 // bindings/kept_graph.h over a runtime that only writes down what it is asked for. A graph is the list
-// of numbers that were launched while it was recorded.
+// of numbers that were launched while it was recorded: a kernel each, from 100 on one in clusters of
+// two, below 0 none.
 #include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -74,9 +75,23 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete work(graph);
   return cudaSuccess;
 }
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* count) {
   *count = work(graph)->size();
+  for (size_t i = 0; nodes != nullptr && i < *count; ++i) {
+    nodes[i] = reinterpret_cast<cudaGraphNode_t>(&work(graph)->at(i));
+  }
   return fake.refused.count("count") != 0 ? fake.answer("count") : cudaSuccess;
+}
+cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type) {
+  *type = *reinterpret_cast<int*>(node) < 0 ? cudaGraphNodeTypeMemset : cudaGraphNodeTypeKernel;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphKernelNodeGetAttribute(cudaGraphNode_t node, cudaLaunchAttributeID,
+                                            cudaLaunchAttributeValue* value) {
+  const int number = *reinterpret_cast<int*>(node);
+  if (number < 0 || fake.refused.count("attribute") != 0) return fake.answer("attribute");
+  if (number >= 100) value->clusterDim = {2, 1, 1};
+  return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
   const cudaError_t status = fake.answer("make");

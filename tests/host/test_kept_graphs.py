@@ -42,7 +42,20 @@ def test_graphs_of_one_form_give_way_to_each_other(graphs):
     assert graphs.run(91, [1, 2, 3], NOTHING) == (0, anew, [1, 2, 3])  # of 1
 
 
-@pytest.mark.parametrize("refused", ["stream", "record", "end", "count", "make"])
+def test_clusters_of_a_graph_do_not_change(graphs):
+    """CUDA may accept the change and launch the clusters that there were."""
+    for key in range(graphs.most):
+        graphs.run(key, [-1, 100 if key == 9 else 1], NOTHING)
+    changed = ["record", "change", "launch graph"]
+    assert graphs.run(90, [-1, 101], NOTHING) == (0, changed, [-1, 101])  # in place of 9
+    assert graphs.run(91, [-1, 2], NOTHING) == (0, changed, [-1, 2])  # of 0
+    anew = ["record", "destroy", "make", "launch graph"]
+    assert graphs.run(92, [100, -1], NOTHING) == (0, anew, [100, -1])  # of 1
+    for key, work in ((90, [-1, 101]), (91, [-1, 2]), (92, [100, -1])):
+        assert graphs.run(key, work, NOTHING) == (0, ["launch graph"], work)
+
+
+@pytest.mark.parametrize("refused", ["stream", "record", "end", "count", "attribute", "make"])
 def test_a_refused_graph_leaves_the_launches(graphs, refused):
     status, asked, done = graphs.run(7, [1, 2], {refused})
     assert (status, done) == (0, [1, 2])
