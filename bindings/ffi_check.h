@@ -188,8 +188,11 @@ class Checker {
     }
   }
 
+  // How the launches went. CUDA keeps an error until somebody asks; here it is told, and the next
+  // launch shall not be told again.
   ffi::Error launched(cudaError_t status) const {
     if (status == cudaSuccess) return ffi::Error::Success();
+    cudaGetLastError();
     return ffi::Error(ffi::ErrorCode::kInternal,
                       std::string(where_) + ": launch failed: " + cudaGetErrorString(status) +
                           " (may stem from an earlier kernel on this stream).");

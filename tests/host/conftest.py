@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import jax
 import pytest
 
 HERE = Path(__file__).parent
@@ -42,9 +43,10 @@ def build(folder: Path, include: Path, pybind11_include: str) -> Path:
         *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
         *(f"-I{ROOT}", f"-I{sysconfig.get_path('include')}"),
         *("-isystem", str(include), "-isystem", pybind11_include),
+        *("-isystem", jax.ffi.include_dir()),
     ]
     inputs = [*HERE.glob("*.cc"), *HERE.glob("*.h"), *ROOT.glob("cuda/common/*.h")]
-    inputs += [*ROOT.glob("cuda/quantize/*.*h"), ROOT / "bindings/kept_graph.h"]
+    inputs += [*ROOT.glob("cuda/quantize/*.*h"), *ROOT.glob("bindings/*.h")]
     text = "".join([compiler, sys.version, *flags]).encode()
     text += b"".join(path.read_bytes() for path in sorted(inputs))
     work = folder / hashlib.sha256(text).hexdigest()[:16]

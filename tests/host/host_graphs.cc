@@ -1,6 +1,6 @@
-// bindings/kept_graph.h over a runtime that only writes down what it is asked for. A graph is the list
-// of numbers that were launched while it was recorded: a kernel each, from 100 on one in clusters of
-// two, below 0 none.
+// bindings/kept_graph.h, and what bindings/ffi_check.h makes of a failed launch, over a runtime that
+// only writes down what it is asked for. A graph is the list of numbers that were launched while it was
+// recorded: a kernel each, from 100 on one in clusters of two, below 0 none.
 #include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/ffi_check.h"
 #include "bindings/kept_graph.h"
 
 namespace py = pybind11;
@@ -46,6 +47,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() { return std::exchange(fake.last, cudaSuccess); }
+const char* cudaGetErrorString(cudaError_t) { return "why"; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   if (fake.refused.count("ask") != 0) return fake.answer("ask");
   *status = fake.refused.count("not recording") != 0 ? cudaStreamCaptureStatusActive
@@ -158,5 +160,11 @@ void bind_graphs(py::module_& module) {
   module.def("launch_short", [](bool is_short, int64_t key, const Work& work,
                                 const std::set<std::string>& refused) {
     return run(nullptr, Call{key, work}, is_short, refused);
+  });
+  // (message, CUDA's last error) after a launch that answers `status`.
+  module.def("launched", [](int status) {
+    fake.last = static_cast<cudaError_t>(status);
+    const std::string message = jax_fa3::Checker("target").launched(fake.last).message();
+    return py::make_tuple(message, static_cast<int>(fake.last));
   });
 }

@@ -85,6 +85,14 @@ def test_a_failed_graph_is_no_error_of_the_next_launch(graphs):
     assert graphs.run(8, [2], {"make"})[::2] == (0, [2])
 
 
+def test_a_failed_launch_is_no_error_of_the_next_one(host):
+    """CUDA keeps an error until it is asked, and the next launch asks."""
+    message, left = host.launched(FAILED)
+    assert message.startswith("target: launch failed: why")
+    assert left == 0
+    assert host.launched(0) == ("", 0)
+
+
 def test_long_and_recorded_calls_are_launched(host):
     assert host.launch_short(False, 7, [1, 2], NOTHING) == (0, [], [1, 2])
     assert host.launch_short(True, 7, [1, 2], {"not recording"}) == (0, [], [1, 2])
