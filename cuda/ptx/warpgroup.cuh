@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "compiler.cuh"
+
 namespace jax_fa3::ptx {
 
 // setmaxnreg: all warps of the warpgroup run it once, at the start of their role.
@@ -37,35 +39,6 @@ __device__ __forceinline__ void wgmma_commit() {
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// No instruction: keeps the compiler from moving uses of these registers across a wait or a fence.
-__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
-template <int kCount>
-__device__ __forceinline__ void pin(float (&registers)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
-}
-template <int kCount>
-__device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
-}
-
-// The same value, which the compiler knows nothing about: what is computed from it stays inside the
-// loop instead of filling registers ahead of it.
-__device__ __forceinline__ uint32_t opaque(uint32_t value) {
-  uint32_t same;
-  asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(value));
-  return same;
-}
-
-// No instruction: the registers begin a new life with whatever they hold, for a product that
-// overwrites them.
-template <int kCount>
-__device__ __forceinline__ void forget(float (&registers)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i]));
 }
 
 // wgmma matrix descriptor of a K-major tile: rows of kRowBytes (64 or 128) in the swizzle of that

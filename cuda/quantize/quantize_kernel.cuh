@@ -102,7 +102,7 @@ __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
 
 #pragma unroll 1
   for (int pass = 0; pass < passes; ++pass) {
-    keep_in_loop(warp_row);
+    ptx::keep_in_loop(warp_row);
     const int lane = lane_in_loop(), g = lane / 4;
     const int end = rows - pass * Traits::kPassRows;  // from the pass on, perhaps more than it has
     const int padded_end = (end + kSlab - 1) / kSlab * kSlab;

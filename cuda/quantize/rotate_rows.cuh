@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../ptx/compiler.cuh"
 #include "../ptx/mma.cuh"
 #include "load.cuh"
 #include "quad.cuh"
@@ -10,16 +11,10 @@
 
 namespace jax_fa3 {
 
-// The compiler is not to compute in front of a loop what follows from `value` in it: no registers are left
-// for that.
-template <typename Word>
-__device__ __forceinline__ void keep_in_loop(Word& value) {
-  asm volatile("" : "+r"(value));
-}
-
+// NOTE: read anew in a loop, for what follows from it leaves no registers to the rows.
 __device__ __forceinline__ int lane_in_loop() {
   int lane = static_cast<int>(threadIdx.x) % 32;
-  keep_in_loop(lane);
+  ptx::keep_in_loop(lane);
   return lane;
 }
 

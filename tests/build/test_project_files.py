@@ -30,6 +30,12 @@ def test_version_is_in_pyproject_only():
     assert [f.name for f in files if re.search(rf'["\s]{version}["\s]', f.read_text())] == []
 
 
+def test_asm_stands_in_cuda_ptx_alone():
+    sources = [f for f in ROOT.glob("cuda/**/*") if f.suffix in (".cu", ".cuh", ".h")]
+    found = {f.parent.name for f in sources if re.search(r"\basm\b", f.read_text())}
+    assert found == {"ptx"}
+
+
 @pytest.mark.parametrize(
     ("name", "command"),
     [("install_pattern", "pip install . && python -m jax_fa3"), ("test_pattern", "pytest ")],

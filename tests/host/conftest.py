@@ -46,7 +46,8 @@ def build(folder: Path, include: Path, pybind11_include: str) -> Path:
         *("-isystem", jax.ffi.include_dir()),
     ]
     inputs = [*HERE.glob("*.cc"), *HERE.glob("*.h"), *ROOT.glob("cuda/common/*.h")]
-    inputs += [*ROOT.glob("cuda/quantize/*.*h"), *ROOT.glob("bindings/*.h")]
+    inputs += [*ROOT.glob("cuda/quantize/*.*h"), *ROOT.glob("cuda/ptx/*.cuh")]
+    inputs += [*ROOT.glob("bindings/*.h")]
     text = "".join([compiler, sys.version, *flags]).encode()
     text += b"".join(path.read_bytes() for path in sorted(inputs))
     work = folder / hashlib.sha256(text).hexdigest()[:16]
