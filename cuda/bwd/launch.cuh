@@ -4,6 +4,7 @@
 #include <climits>
 
 #include "../common/device.h"
+#include "../common/heads_ahead.h"
 #include "../common/launch_kernel.h"
 #include "../common/recording.h"
 #include "../common/tensor_map.h"
@@ -81,6 +82,16 @@ cudaError_t launch_dq(BwdParams params, cudaStream_t stream) {
       overlap_attribute(may_overlap(stream)), params, stream);
 }
 
+// Which heads' dq_acc CTAs of bwd_kernel clear, and how far ahead: so many CTAs that those of the section
+// before, which start just before the head's own, need not be waited for.
+inline void plan_clearing(BwdParams* p) {
+  constexpr int kFewestTiles = 300;
+  const int ctas = p->order.num_q_blocks;  // of a kv head
+  const HeadsAhead ahead = heads_ahead(p->order, kFewestTiles);
+  p->clears_ahead = ahead.distance;
+  p->first_cleared = ctas <= BwdParams::kMostCounted ? ahead.first : p->batch * p->num_heads_kv;
+}
+
 template <class Config>
 cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   using Traits = BwdTraits<Config>;
@@ -98,6 +109,7 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   const int64_t k_tiles = static_cast<int64_t>(key_blocks) * params.num_heads_kv * params.batch;
   constexpr int kRowsPerBlock = 128 * 8 / Traits::kHeadDim;
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
+  if constexpr (Traits::kClears) plan_clearing(&params);
   bwd_rows_kernel<Config><<<rows / kRowsPerBlock, 128, 0, stream>>>(params);
   status = cudaGetLastError();  // without it nobody would clear the counters
   if (status != cudaSuccess) return status;

@@ -3,6 +3,7 @@
 
 #include "../ptx/cluster.cuh"
 #include "../ptx/copy.cuh"
+#include "clear.cuh"
 #include "smem.cuh"
 
 namespace jax_fa3 {
@@ -66,7 +67,11 @@ template <class Config>
 __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<Config>& smem) {
   using Traits = BwdTraits<Config>;
   const BwdWalk<Config> walk(p);
-  if (walk.num_steps == 0) return;
+  BwdClearing<Config> clearing(p, p.order.tile(blockIdx.x), walk.num_steps);
+  if (walk.num_steps == 0) {
+    clearing.finish(p, smem);
+    return;
+  }
   const auto boxes = [&](uint32_t destination, const CUtensorMap* map, int chunk_bytes, int head,
                          int position, uint32_t barrier) {
     load_tile<Traits>(destination, map, chunk_bytes, head, position, walk.batch, barrier);
@@ -109,15 +114,22 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
             smem.v_full());
     }
     ptx::mbarrier_wait_idle(smem.do_empty(do_write.stage), do_write.parity);
-    ptx::mbarrier_arrive_expect_bytes(do_full, Traits::kQueryBytes + Traits::kRowBytes);
     query_boxes(smem.out_grads(do_write.stage), &p.dout_map, step.q_head, first_row, do_full,
                 smem.do_shared(do_write.stage), do_write.parity ^ 1);
+    // No dQ is added before dO of the first step is there; without kDqRole, before that of the second.
+    if (Traits::kClears && i == (Traits::kDqRole ? 0 : min(1, walk.num_steps - 1)))
+      wait_for_clear(p, walk.batch, walk.kv_head);
+    // NOTE: only now, since by this arrival the warps that add dQ learn that it has been cleared. Bytes may
+    // have come before.
+    ptx::mbarrier_arrive_expect_bytes(do_full, Traits::kQueryBytes + Traits::kRowBytes);
     ptx::copy_bulk(smem.row_delta(do_write.stage),
                    p.row_delta + row * bwd_row_words(Traits::kHeadDim), Traits::kRowBytes, do_full);
+    clearing.step(i, smem);
     q_write.advance();
     do_write.advance();
     step.advance(walk);
   }
+  clearing.finish(p, smem);
 }
 
 }  // namespace jax_fa3

@@ -61,6 +61,9 @@ struct BwdParams {
   // Filled by the launch.
   int num_counted;  // CTAs of a kv head, where bwd_queries_kernel waits for a head at a time; else 0
   bool is_paired;  // CTAs of bwd_kernel come in clusters of two, which share the copies of Q and dO
+  // Of kv heads of [batch, num_heads_kv], CTAs of bwd_kernel clear dq_acc for `first_cleared` and those after
+  // it: the CTAs of head h for head h + clears_ahead (clear.cuh).
+  int clears_ahead, first_cleared;
   TileOrder order;  // of key blocks and kv heads; for bwd_dq_kernel of query tiles and heads
   CUtensorMap q_map, k_map, v_map, dout_map;
 
@@ -79,6 +82,11 @@ struct BwdParams {
     const int64_t head = static_cast<int64_t>(in_batch) * num_heads_q +
                          static_cast<int64_t>(kv_head) * (num_heads_q / num_heads_kv);
     return reinterpret_cast<uint32_t*>(row_delta) + head * rows() * 4 + 3;
+  }
+  // How many CTAs have cleared their share of a kv head of [batch, num_heads_kv]: the same word of row_lse.
+  FA3_HOST_DEVICE uint32_t* clear_counter(int head) const {
+    const int64_t q_head = static_cast<int64_t>(head) * (num_heads_q / num_heads_kv);
+    return reinterpret_cast<uint32_t*>(row_lse) + q_head * rows() * 4 + 3;
   }
   FA3_HOST_DEVICE int rows() const { return static_cast<int>(round_up(seqlen_q, kBwdRowPad)); }
   FA3_HOST_DEVICE KeyRange key_range() const {

@@ -3,8 +3,9 @@
 // bwd_rows_kernel      row_delta = dlogsumexp - sum(out * dout) and row_lse = -logsumexp / scale: with
 //                      them as the first values of their accumulators, dP comes out less delta and
 //                      S scaled is the log2 of P; as three bfloat16 that a product with ones adds
-//                      up. P is 0 for rows that see no key and for padding. Clears dq_acc and,
-//                      with the words that no number takes, dq_counter.
+//                      up. P is 0 for rows that see no key and for padding. Clears, with the words
+//                      that no number takes, the counters, and dq_acc, where bwd_kernel does not
+//                      (clear.cuh).
 //                      A block has 4 warps; head_dim / 8 lanes share a row, 16 bytes each.
 // bwd_queries_kernel   dq = softmax_scale * dq_acc in 16 bits, and where asked for sum(q * dq_acc)
 //                      for the gradient of softmax_scale. Takes back a rotation of q (input_scale).
@@ -59,7 +60,8 @@ __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ B
   const int row = static_cast<int>(flat % rows);  // rows is a multiple of kRowsHere: no remainder
   const int64_t head = flat / rows;
   const int64_t batch = head / p.num_heads_q;
-  if constexpr (Traits::kMakesDq) {
+  const int64_t group = p.num_heads_q / p.num_heads_kv;
+  if (Traits::kMakesDq && !(Traits::kClears && head >= p.first_cleared * group)) {
     // 8 floats a thread: 32 bytes for the 16 of out, in whatever order.
     float4* sums = reinterpret_cast<float4*>(p.dq_acc) + (flat * kLanes + lane) * 2;
     sums[0] = sums[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

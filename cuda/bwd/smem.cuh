@@ -25,12 +25,15 @@ struct BwdSmem {
   static constexpr int kOnesBytes = bwd_row_words(Traits::kHeadDim) == 1 ? 0 : 256;
   static constexpr int kRowLse = kOnes + kOnesBytes;
   static constexpr int kRowDelta = kRowLse + kQStages * Traits::kRowBytes;
-  static constexpr int kBarriers = kRowDelta + kDoStages * Traits::kRowBytes;
+  static constexpr int kZeros = kRowDelta + kDoStages * Traits::kRowBytes;
+  static constexpr int kBarriers = kZeros + Traits::kClears * (kPieceWarpFloats * 4);
   static constexpr int kNumBarriers =
       2 + 3 * kQStages + 3 * kDoStages + (Traits::kDqRole ? 2 * Traits::kScoreGradBuffers : 0);
   static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
   static constexpr int kAllocation = kBytes + 1024;  // room to align the base
 
+  static_assert(!Traits::kClears || (Traits::kThreads - 128) * 16 == kPieceWarpFloats * 4,
+                "16 bytes of zeros for each thread that is not of the load warpgroup");
   static_assert(kAllocation <= 227 * 1024, "the tiles do not fit one SM's shared memory (227 KiB)");
 
   uint32_t base;
@@ -78,6 +81,8 @@ struct BwdSmem {
     return base + kRowDelta + stage * Traits::kRowBytes;
   }
   __device__ __forceinline__ uint32_t ones() const { return base + kOnes; }
+  // kClears: as many as a slice of a piece.
+  __device__ __forceinline__ uint32_t zeros() const { return base + kZeros; }
   __device__ __forceinline__ uint32_t k_full() const { return base + kBarriers; }
   __device__ __forceinline__ uint32_t v_full() const { return base + kBarriers + 8; }
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 + stage); }

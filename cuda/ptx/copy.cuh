@@ -51,6 +51,13 @@ __device__ __forceinline__ void copy_box_4d_multicast(uint32_t smem, const CUten
       : "memory");
 }
 
+// cp.async.bulk the other way; a group like that of add_bulk_f32.
+__device__ __forceinline__ void store_bulk(void* gmem, uint32_t smem, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(gmem), "r"(smem),
+               "r"(bytes)
+               : "memory");
+}
+
 // cp.reduce.async.bulk: adds `bytes` of consecutive floats to global memory, both sides 16-byte
 // aligned. Issued by one thread, which commits and waits for its own groups.
 __device__ __forceinline__ void add_bulk_f32(float* gmem, uint32_t smem, uint32_t bytes) {
@@ -76,6 +83,12 @@ __device__ __forceinline__ void bulk_wait() {
 // barrier.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// fence.proxy.async for every kind of memory: what this thread has written, or has come to see, is seen by
+// copies and reductions.
+__device__ __forceinline__ void fence_async_proxy_all() {
+  asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 }  // namespace jax_fa3::ptx

@@ -170,6 +170,25 @@ def test_vmap_of_grad_is_the_loop(precision: str, deterministic: bool) -> None:
             )
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_many_heads(is_causal: bool) -> None:
+    """So many heads that CTAs clear dq of later ones: as in a fixed order, with none to clear."""
+    inputs, dout, dlogsumexp = draw((2, 700, 1200, 80, 40), 128, cases.BFLOAT16)
+
+    def gradients(deterministic: bool) -> Any:
+        def kernel(x: Any, dout: Any, dlogsumexp: Any) -> Any:
+            options = {"precision": "native", "implementation": "cuda", "is_causal": is_causal}
+            return reference_gradients.of_call(
+                x, dout, dlogsumexp, deterministic=deterministic, **options
+            )
+
+        return reference.run(kernel, inputs, dout, dlogsumexp)
+
+    actual, expected = gradients(False), gradients(True)
+    for name in reference.MAIN:
+        tolerances.check_close(actual[name], expected[name], tolerances.BACKWARD_BF16)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_repeats_within_the_order_of_additions(head_dim: int) -> None:
     """dk and dv repeat bit by bit; dq is added up in any order, so only its last bits move.

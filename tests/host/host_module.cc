@@ -3,6 +3,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include "cuda/common/heads_ahead.h"
 #include "cuda/common/layout.h"
 #include "cuda/common/mask.h"
 #include "cuda/common/scheduler.h"
@@ -60,6 +61,12 @@ void bind_scheduler(py::module_& m) {
                    int index) {
     const Tile tile = TileOrder{num_q_blocks, num_heads, batch, section, longest_first}.tile(index);
     return py::make_tuple(tile.q_block, tile.head, tile.batch);
+  });
+  m.def("heads_ahead", [](int num_q_blocks, int num_heads, int batch, int section,
+                          bool longest_first, int fewest_tiles) {
+    const HeadsAhead ahead = heads_ahead(
+        TileOrder{num_q_blocks, num_heads, batch, section, longest_first}, fewest_tiles);
+    return py::make_tuple(ahead.distance, ahead.first);
   });
   m.def("pairing",
         [](int num_q_blocks, int group_size, int seqlen_k, bool is_causal) -> const char* {

@@ -55,6 +55,27 @@ def test_tile_order_is_a_bijection(host, q_blocks, heads, batch, section, longes
         )
 
 
+@pytest.mark.parametrize(("q_blocks", "heads", "batch"), [(1, 7, 9), (3, 8, 5), (4, 10, 6)])
+@pytest.mark.parametrize("section", [1, 2, 5, 12, 40])
+@pytest.mark.parametrize("fewest_tiles", [1, 24, 60])
+def test_heads_ahead_start_later(host, q_blocks, heads, batch, section, fewest_tiles):
+    """Nobody can wait for a CTA that starts later than its own, and most heads are served."""
+    order = (q_blocks, heads, batch, section, False)
+    distance, first = host.heads_ahead(*order, fewest_tiles)
+    tiles = [host.tile(*order, index) for index in range(host.num_tiles(*order))]
+    starts = {}
+    for index, (_, head, b) in enumerate(tiles):
+        starts.setdefault(b * heads + head, []).append(index)
+    total = heads * batch
+    assert first == total if distance == 0 else distance <= first < total
+    tiles_ahead = -(-fewest_tiles // (section * q_blocks)) * section * q_blocks
+    assert first <= tiles_ahead // q_blocks + section or distance == 0
+    assert (distance > 0) or total <= tiles_ahead // q_blocks + section
+    for head in range(first, total):
+        assert max(starts[head - distance]) < min(starts[head])
+        assert min(starts[head]) - min(starts[head - distance]) >= fewest_tiles
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("q_blocks", [1, 2, 3, 4])
 @pytest.mark.parametrize(("heads", "group"), [(1, 1), (3, 1), (4, 2), (6, 3), (6, 2), (8, 4)])
