@@ -121,7 +121,7 @@ def dot_product_attention(
     if query.ndim not in (3, 4):
         raise ValueError(
             f"{_NAME}: query must have shape [batch, seqlen_q, num_heads_q, head_dim] or "
-            f"[seqlen_q, num_heads_q, head_dim]; got {list(query.shape)}."
+            f"[seqlen_q, num_heads_q, head_dim]; got {_option_checks.show(query.shape)}."
         )
     if precision is None:
         precision = "native" if query.dtype == jnp.float32 else "fp8"

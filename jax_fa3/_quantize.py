@@ -316,7 +316,7 @@ def _check_quantize(x: Any, granularity: Any, dtype: Any, num_heads_kv: Any) -> 
     wide = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
     if _option_checks.dtype_of("quantize", "x", x) not in wide:
         raise TypeError(f"quantize: x must be bfloat16, float16 or float32; got {x.dtype}.")
-    shape = "[" + ", ".join(map(str, x.shape)) + "]"
+    shape = _option_checks.show(x.shape)
     if len(x.shape) < 3:
         raise ValueError(
             "quantize: x must have shape [..., seqlen, num_heads, head_dim] (rank 3 or more);"

@@ -110,7 +110,7 @@ def attention_varlen(
         if x.ndim != 3:
             raise ValueError(
                 f"{_NAME}: {argument} must have shape [total, num_heads, head_dim]; "
-                f"got {list(x.shape)}."
+                f"got {_option_checks.show(x.shape)}."
             )
         _shapes.check_known_sizes(_NAME, argument, x)
     query, key, value = (
@@ -119,12 +119,12 @@ def attention_varlen(
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{_NAME}: key must have shape [total_k, num_heads_kv, {query.shape[2]}] (head_dim of "
-            f"query); got {list(key.shape)}."
+            f"query); got {_option_checks.show(key.shape)}."
         )
     if value.shape[:2] != key.shape[:2]:
         raise ValueError(
             f"{_NAME}: value must have shape [{key.shape[0]}, {key.shape[1]}, head_dim_v] (all but "
-            f"head_dim_v of key); got {list(value.shape)}."
+            f"head_dim_v of key); got {_option_checks.show(value.shape)}."
         )
     max_q = _check_max("max_seqlen_q", max_seqlen_q)
     max_k = _check_max("max_seqlen_k", max_seqlen_k)
@@ -205,7 +205,8 @@ def _lengths(
         raise TypeError(f"{_NAME}: {argument} must be int32; got {bounds.dtype}.")
     if bounds.ndim != 1 or bounds.shape[0] == 0:
         raise ValueError(
-            f"{_NAME}: {argument} must have shape [num_sequences + 1]; got {list(bounds.shape)}."
+            f"{_NAME}: {argument} must have shape [num_sequences + 1]; got"
+            f" {_option_checks.show(bounds.shape)}."
         )
     if is_known and bounds.size > 1:
         wide = bounds.astype(object)  # Python's ints: differences of unsigned ones may be negative
