@@ -12,9 +12,17 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/common/recording.h"
-
 namespace jax_fa3 {
+
+// Whether CUDA records what the stream is given into a graph; true also where it does not say.
+inline bool is_recorded(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
+    cudaGetLastError();  // else it would be taken for that of a launch
+    return true;
+  }
+  return status != cudaStreamCaptureStatusNone;
+}
 
 // Of all handlers, for tests.
 inline std::atomic<int64_t> graph_launches{0};

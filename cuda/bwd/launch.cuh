@@ -6,7 +6,6 @@
 #include "../common/device.h"
 #include "../common/heads_ahead.h"
 #include "../common/launch_kernel.h"
-#include "../common/recording.h"
 #include "../common/tensor_map.h"
 #include "dq_kernel.cuh"
 #include "kernel.cuh"
@@ -42,12 +41,8 @@ inline TileOrder bwd_order(const BwdParams& p, int seqlen, int block, int heads,
   return TileOrder{(seqlen + block - 1) / block, heads, p.batch, section, last_first};
 }
 
-// Whether a launch on this stream may start beside the one before it. Into a graph go plain launches
-// only: XLA records graphs within graphs and changes their pointers, where an overlap of launches has
-// not been tried.
-inline bool may_overlap(cudaStream_t stream) { return !is_recorded(stream); }
-
-// The launch may start once the CTAs of the one before it let it: ptx/dependent.cuh.
+// The launch may start once the CTAs of the one before it let it: ptx/dependent.cuh. By the shape alone:
+// XLA puts a recording in place of the last one of the same call, and CUDA refuses other edges there.
 inline cudaLaunchAttribute overlap_attribute(bool overlaps) {
   cudaLaunchAttribute attribute{};
   attribute.id =
@@ -77,9 +72,9 @@ cudaError_t launch_dq(BwdParams params, cudaStream_t stream) {
                            params.num_heads_q / params.num_heads_kv,
                            static_cast<int64_t>(params.seqlen_k) * Traits::kHeadDim * (2 + 2),
                            params.is_causal);
-  return launch_kernel<&bwd_dq_kernel<Config>>(
-      params.order.num_tiles(), Traits::kThreads, BwdDqSmem<Config>::kAllocation,
-      overlap_attribute(may_overlap(stream)), params, stream);
+  return launch_kernel<&bwd_dq_kernel<Config>>(params.order.num_tiles(), Traits::kThreads,
+                                               BwdDqSmem<Config>::kAllocation,
+                                               overlap_attribute(true), params, stream);
 }
 
 // Which heads' dq_acc CTAs of bwd_kernel clear, and how far ahead: so many CTAs that those of the section
@@ -114,8 +109,8 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   status = cudaGetLastError();  // without it nobody would clear the counters
   if (status != cudaSuccess) return status;
   // Under a causal mask the last CTAs are short, and what they take to count costs more than it brings.
-  const bool counts = Traits::kMakesDq && !params.is_causal &&
-                      key_blocks <= BwdParams::kMostCounted && may_overlap(stream);
+  const bool counts =
+      Traits::kMakesDq && !params.is_causal && key_blocks <= BwdParams::kMostCounted;
   params.num_counted = counts ? key_blocks : 0;
   // Neighbouring tiles are neighbouring key blocks of a head, and without a mask the same queries see
   // both.

@@ -183,8 +183,8 @@ def test_two_threads() -> None:
 def scan_and_calls() -> dict[str, Any]:
     """A scan of 50 steps whose inputs change, and 10 calls of each of two programs with new inputs.
 
-    The second is the gradients without a mask, whose kernels overlap outside of command buffers and
-    come in clusters at head_dim 128. Each dquery has the same bits at each run: where its order is
+    The second is the gradients without a mask, whose kernels overlap and come in clusters at
+    head_dim 128. Each dquery has the same bits at each run: where its order is
     not fixed, it is a sum over two key blocks.
     """
     x = inputs_of(64, seqlen_q=130, seqlen_k=260, num_heads_q=6, num_heads_kv=2)
@@ -253,3 +253,43 @@ def test_command_buffers(tmp_path: Path) -> None:
     # The inputs changed from step to step, so must the results.
     steps = results["plain"]["0"]
     assert (np.abs(np.diff(steps, axis=0)).reshape(49, -1).max(axis=1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "deterministic", "causal"),
+    [(128, False, None), (64, True, None), (128, True, "bottom_right"), (256, True, None)],
+)
+def test_gradients_in_graphs(head_dim: int, deterministic: bool, causal: str | None) -> None:
+    """Two in one of XLA's graphs, whose kernels overlap; more arrays than it has recordings."""
+
+    def gradients(*both: Any) -> Any:
+        def loss(main: Any) -> Any:
+            result = reference.attend(
+                main, causal=causal, precision="native", deterministic=deterministic
+            )
+            return jnp.sum(jnp.sin(result.out.astype(jnp.float32)))
+
+        return [jax.grad(loss)(main) for main in both]
+
+    @jax.jit
+    def compare(found: Any, expected: Any) -> Any:
+        """Bits that differ, and how far a dquery whose order is not fixed is away."""
+        far = jnp.float32(0)
+        if not deterministic:
+            for a, b in zip(found, expected, strict=True):
+                a, b = (x.pop("query").astype(jnp.float32) for x in (a, b))
+                error = jnp.abs(a - b) - 2.0**-7 * jnp.abs(b)
+                far = jnp.maximum(far, jnp.max(error) / jnp.std(b))
+        return reference.count_different(found, expected), far
+
+    in_graph = jax.jit(gradients, compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    plain = jax.jit(gradients, compiler_options={"xla_gpu_graph_min_graph_size": 10**6})
+    x = inputs_of(head_dim, batch=1, seqlen_q=2000, seqlen_k=2048, num_heads_q=8)
+    places = [jax.tree.map(lambda x, i=i: jnp.roll(x, i, axis=1), x) for i in range(20)]
+    expected = [plain(place, places[0]) for place in places]
+    counts = []
+    for i in np.random.default_rng(0).permutation(60) % 20:
+        reference.poison()
+        counts.append(compare(in_graph(places[i], places[0]), expected[i]))
+    assert [int(count) for count, _ in counts] == [0] * 60
+    assert all(float(far) < 1e-3 for _, far in counts)  # NaN is not
