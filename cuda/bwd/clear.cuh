@@ -1,7 +1,7 @@
-// How bwd_kernel clears dq_acc (BwdTraits::kClears): a CTA clears a share of the kv head that comes
-// `clears_ahead` later, a little in every step, by bulk copies of zeros that its load thread issues; the first
+// How bwd_kernel clears dq_acc (BwdTraits::kServes): a CTA clears a share of the kv head that comes
+// `heads_ahead` later, a little in every step, by bulk copies of zeros that its load thread issues; the first
 // heads are left to bwd_rows_kernel. When it is done it counts itself for that head
-// (BwdParams::clear_counter), and the load threads of the head's own CTAs wait for the count: a CTA waits only
+// (BwdParams::service_counter), and the load threads of the head's own CTAs wait for the count: a CTA waits only
 // for CTAs with lower numbers, which have started before it.
 #pragma once
 
@@ -11,41 +11,35 @@
 
 namespace jax_fa3 {
 
-// A kv head's slices of 4 KiB.
-template <class Config>
-__device__ __forceinline__ int num_slices(const BwdParams& p) {
-  return p.num_heads_q / p.num_heads_kv *
-         (p.rows() / (kPieceWarpFloats / BwdTraits<Config>::kHeadDim));
-}
-
-// The slices before the share of the CTA with this rank among those of the head. Under a causal mask CTAs get
+// What comes before the share of the CTA with this rank, of `parts` of a kv head. Under a causal mask CTAs get
 // shorter with their rank, and so do the shares. No product may be fused with a sum: each CTA works out its
 // own two ends, and neighbours must agree.
-__device__ __forceinline__ int slices_before(const BwdParams& p, int slices, int rank) {
+__device__ __forceinline__ int share_before(const BwdParams& p, int parts, int rank) {
   const int ctas = p.order.num_q_blocks;
-  if (rank == ctas) return slices;
+  if (rank == ctas) return parts;
   float part = __fmul_rn(static_cast<float>(rank), __fdividef(1.0f, static_cast<float>(ctas)));
   if (p.is_causal) part = __fmul_rn(part, __fsub_rn(2.0f, part));
-  return static_cast<int>(__fmul_rn(static_cast<float>(slices), part));
+  return static_cast<int>(__fmul_rn(static_cast<float>(parts), part));
 }
 
-// What a CTA has to clear, for its load thread.
+// What a CTA has to clear, for its load thread, in slices of 4 KiB.
 template <class Config>
 struct BwdClearing {
   static constexpr int kFirstStep = 2;  // before it, the CTA's first tiles are on their way
   int head = -1;                        // of [batch, num_heads_kv]; -1: nothing to clear
-  int left, per_step;                   // slices
+  int left, per_step;
   float* next;
 
   // tile: the CTA's, a block of keys of a kv head.
   __device__ __forceinline__ BwdClearing(const BwdParams& p, const Tile& tile, int num_steps) {
-    const int later = tile.batch * p.num_heads_kv + tile.head + p.clears_ahead;
-    if (!BwdTraits<Config>::kClears || later < p.first_cleared || later >= p.batch * p.num_heads_kv)
+    const int later = tile.batch * p.num_heads_kv + tile.head + p.heads_ahead;
+    if (!BwdTraits<Config>::kServes || later < p.first_served || later >= p.batch * p.num_heads_kv)
       return;
     head = later;
-    const int slices = num_slices<Config>(p);
-    const int first = slices_before(p, slices, tile.q_block);
-    left = slices_before(p, slices, tile.q_block + 1) - first;
+    const int slices = p.num_heads_q / p.num_heads_kv *
+                       (p.rows() / (kPieceWarpFloats / BwdTraits<Config>::kHeadDim));
+    const int first = share_before(p, slices, tile.q_block);
+    left = share_before(p, slices, tile.q_block + 1) - first;
     const int steps = max(num_steps - kFirstStep, 1);
     per_step = (left + steps - 1) / steps;
     next = p.dq_acc + (static_cast<int64_t>(head) * slices + first) * kPieceWarpFloats;
@@ -68,15 +62,16 @@ struct BwdClearing {
     if (head < 0) return;
     clear(left, smem);
     ptx::bulk_wait();
-    ptx::count_up(p.clear_counter(head));
+    ptx::count_up(p.service_counter(head));
   }
 };
 
-// Run by the load thread before it arrives for what the first addition to dQ waits for.
-__device__ __forceinline__ void wait_for_clear(const BwdParams& p, int batch, int kv_head) {
+// Run by the load thread before it copies row numbers that other CTAs prepare, or else before it arrives for
+// what the first addition to dQ waits for.
+__device__ __forceinline__ void wait_for_service(const BwdParams& p, int batch, int kv_head) {
   const int head = batch * p.num_heads_kv + kv_head;
-  if (head < p.first_cleared) return;
-  ptx::wait_for_count(p.clear_counter(head), p.order.num_q_blocks);
+  if (head < p.first_served) return;
+  ptx::wait_for_count(p.service_counter(head), p.service_count());
   ptx::fence_async_proxy_all();
 }
 

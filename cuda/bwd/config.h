@@ -73,7 +73,7 @@ struct BwdTraits {
   // Whether two CTAs may share the copies of Q and dO, a chunk each: see kernel.cuh.
   static constexpr bool kCanPair = kHeadDim == 128 && kMakesDq;
   // Whether CTAs may clear the sums of dQ of later heads: see clear.cuh.
-  static constexpr bool kClears = kHeadDim == 128 && kMakesDq;
+  static constexpr bool kServes = kHeadDim == 128 && kMakesDq;
 
   static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
   static constexpr int kQueryChunkBytes = kBlockQ * 128;
@@ -104,7 +104,7 @@ struct BwdTraits<BwdD256<ElementType>> {
   static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
   static constexpr int kLoadRegisters = 24, kMathRegisters = 240;
   static constexpr int kStagingWarps = 0;
-  static constexpr bool kCanPair = false, kClears = false;
+  static constexpr bool kCanPair = false, kServes = false;
 
   static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
   static constexpr int kQueryChunkBytes = 64 * 128, kKeyChunkBytes = 64 * 128;

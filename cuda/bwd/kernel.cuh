@@ -3,21 +3,22 @@
 // registers to the end, dQ is added up in global memory. rows.cuh holds the kernels before and
 // after it. Without kMakesDq dQ is left to bwd_dq_kernel.
 //
-// Roles      warpgroup 0 = load: one thread issues every copy; kClears: it also clears dq_acc for a kv head
-//            that comes later (clear.cuh). The last two = math: 64 keys each.
+// Roles      warpgroup 0 = load: one thread issues every copy. kServes: for a kv head that comes later it
+//            clears dq_acc too (clear.cuh), and under a causal mask warps 1 to 3 prepare rows (serve.cuh).
+//            The last two = math: 64 keys each.
 //            kApart: warpgroup 1 = dQ, and the math warpgroups run free of one another. Else the math
 //            warpgroups make dQ too, a 64 x 64 piece of every step each, from all 128 keys.
 //            Without kMakesDq there is no warpgroup for dQ, and the math warpgroups run free.
 // Smem       k | v | q[q stages] | dout[dout stages] | dS^T[buffers] | 4 KiB of staging per warp that
-//            makes dQ | ones | row_lse[q stages] | row_delta[dout stages] | kClears: 4 KiB of zeros |
-//            barriers. At the end rows of dV and dK leave through v, or (joint, without kMakesDq) through
-//            the staging.
+//            makes dQ | ones | row_lse[q stages] | row_delta[dout stages] | kServes: 4 KiB of zeros,
+//            2 KiB per service warp | barriers. At the end rows of dV and dK leave through v, or (joint,
+//            without kMakesDq) through the staging.
 // mbarriers  name         arrivals          waiter   meaning
 //            k_full       1 + bytes         math,dQ  the CTA's keys have landed (once)
 //            v_full       1 + bytes         math     likewise its values
 //            q_full[s]    1 + bytes         math     q stage s and its row_lse have landed
 //            q_empty[s]   math threads      load     S and dK of the step are done
-//            do_full[s]   1 + bytes         math     dout stage s and its row_delta have landed; kClears: and
+//            do_full[s]   1 + bytes         math     dout stage s and its row_delta have landed; kServes: and
 //                                                    nothing is left to clear where dQ is added
 //            do_empty[s]  math threads      load     dP and dV of the step are done
 //            q_shared[s], do_shared[s]  1   load     pairs: the other CTA has given the stage back too
@@ -52,6 +53,7 @@
 
 #include "math_apart.cuh"
 #include "math_joint.cuh"
+#include "serve.cuh"
 
 namespace jax_fa3 {
 
@@ -70,7 +72,7 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
                          make_int4(one ? 0x3f803f80 : 0, one ? 0x00003f80 : 0, 0, 0));
     ptx::fence_async_proxy();
   }
-  if (Traits::kClears && warpgroup > 0) {
+  if (Traits::kServes && warpgroup > 0) {
     ptx::store_shared_x4(smem.zeros() + (threadIdx.x - 128) * 16, make_int4(0, 0, 0, 0));
     ptx::fence_async_proxy();
   }
@@ -86,6 +88,13 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::release_registers<Traits::kLoadRegisters>();
+    if constexpr (Traits::kServes) {
+      const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
+      if (warp > 0) {
+        bwd_serve<Config>(p, smem, warp - 1);
+        return;
+      }
+    }
     if (threadIdx.x == 0) bwd_load_loop<Config>(p, smem);
     return;
   }

@@ -77,14 +77,19 @@ cudaError_t launch_dq(BwdParams params, cudaStream_t stream) {
                                                overlap_attribute(true), params, stream);
 }
 
-// Which heads' dq_acc CTAs of bwd_kernel clear, and how far ahead: so many CTAs that those of the section
-// before, which start just before the head's own, need not be waited for.
-inline void plan_clearing(BwdParams* p) {
-  constexpr int kFewestTiles = 300;
+// What CTAs of bwd_kernel do for later heads, and how far ahead: so many CTAs that those of the section before,
+// which start just before the head's own, need not be waited for. Without a mask preparing rows brings nothing;
+// with one a CTA has rows for the more steps the fewer keys there are, and for none where queries see fewer
+// keys than stand before them.
+inline void plan_service(BwdParams* p) {
+  constexpr int kFewestTiles = 300, kFewestKeyBlocks = 8;
   const int ctas = p->order.num_q_blocks;  // of a kv head
   const HeadsAhead ahead = heads_ahead(p->order, kFewestTiles);
-  p->clears_ahead = ahead.distance;
-  p->first_cleared = ctas <= BwdParams::kMostCounted ? ahead.first : p->batch * p->num_heads_kv;
+  p->heads_ahead = ahead.distance;
+  p->serves_rows =
+      p->is_causal && ctas >= kFewestKeyBlocks && !(p->bottom_right && p->seqlen_q > p->seqlen_k);
+  const bool counts = p->service_count() <= BwdParams::kMostCounted;
+  p->first_served = counts ? ahead.first : p->batch * p->num_heads_kv;
 }
 
 template <class Config>
@@ -104,8 +109,10 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   const int64_t k_tiles = static_cast<int64_t>(key_blocks) * params.num_heads_kv * params.batch;
   constexpr int kRowsPerBlock = 128 * 8 / Traits::kHeadDim;
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
-  if constexpr (Traits::kClears) plan_clearing(&params);
-  bwd_rows_kernel<Config><<<rows / kRowsPerBlock, 128, 0, stream>>>(params);
+  if constexpr (Traits::kServes) plan_service(&params);
+  const int64_t rows_before =
+      params.serves_rows ? params.first_served * group * params.rows() : rows;
+  bwd_rows_kernel<Config><<<rows_before / kRowsPerBlock, 128, 0, stream>>>(params);
   status = cudaGetLastError();  // without it nobody would clear the counters
   if (status != cudaSuccess) return status;
   // Under a causal mask the last CTAs are short, and what they take to count costs more than it brings.

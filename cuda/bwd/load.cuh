@@ -106,8 +106,12 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     ptx::mbarrier_arrive_expect_bytes(q_full, Traits::kQueryBytes + Traits::kRowBytes);
     query_boxes(smem.queries(q_write.stage), &p.q_map, step.q_head, first_row, q_full,
                 smem.q_shared(q_write.stage), q_write.parity ^ 1);
-    ptx::copy_bulk(smem.row_lse(q_write.stage), p.row_lse + row * bwd_row_words(Traits::kHeadDim),
-                   Traits::kRowBytes, q_full);
+    const bool waits = Traits::kServes && i == (p.serves_rows ? 0 : min(1, walk.num_steps - 1));
+    const auto copy_row_lse = [&] {
+      ptx::copy_bulk(smem.row_lse(q_write.stage), p.row_lse + row * bwd_row_words(Traits::kHeadDim),
+                     Traits::kRowBytes, q_full);
+    };
+    if (!waits || !p.serves_rows) copy_row_lse();
     if (i == 0) {
       ptx::mbarrier_arrive_expect_bytes(smem.v_full(), Traits::kKeyBytes);
       boxes(smem.values(), &p.v_map, Traits::kKeyChunkBytes, walk.kv_head, walk.first_key,
@@ -116,9 +120,11 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     ptx::mbarrier_wait_idle(smem.do_empty(do_write.stage), do_write.parity);
     query_boxes(smem.out_grads(do_write.stage), &p.dout_map, step.q_head, first_row, do_full,
                 smem.do_shared(do_write.stage), do_write.parity ^ 1);
-    // No dQ is added before dO of the first step is there; without kDqRole, before that of the second.
-    if (Traits::kClears && i == (Traits::kDqRole ? 0 : min(1, walk.num_steps - 1)))
-      wait_for_clear(p, walk.batch, walk.kv_head);
+    // No dQ is added before dO of the second step is there, unless there is but one.
+    if (waits) {
+      wait_for_service(p, walk.batch, walk.kv_head);
+      if (p.serves_rows) copy_row_lse();
+    }
     // NOTE: only now, since by this arrival the warps that add dQ learn that it has been cleared. Bytes may
     // have come before.
     ptx::mbarrier_arrive_expect_bytes(do_full, Traits::kQueryBytes + Traits::kRowBytes);

@@ -61,9 +61,11 @@ struct BwdParams {
   // Filled by the launch.
   int num_counted;  // CTAs of a kv head, where bwd_queries_kernel waits for a head at a time; else 0
   bool is_paired;  // CTAs of bwd_kernel come in clusters of two, which share the copies of Q and dO
-  // Of kv heads of [batch, num_heads_kv], CTAs of bwd_kernel clear dq_acc for `first_cleared` and those after
-  // it: the CTAs of head h for head h + clears_ahead (clear.cuh).
-  int clears_ahead, first_cleared;
+  // Of kv heads of [batch, num_heads_kv], CTAs of bwd_kernel clear dq_acc for `first_served` and those after
+  // it, and where serves_rows prepare their rows: the CTAs of head h for head h + heads_ahead (clear.cuh,
+  // serve.cuh).
+  int heads_ahead, first_served;
+  bool serves_rows;
   TileOrder order;  // of key blocks and kv heads; for bwd_dq_kernel of query tiles and heads
   CUtensorMap q_map, k_map, v_map, dout_map;
 
@@ -83,10 +85,20 @@ struct BwdParams {
                          static_cast<int64_t>(kv_head) * (num_heads_q / num_heads_kv);
     return reinterpret_cast<uint32_t*>(row_delta) + head * rows() * 4 + 3;
   }
-  // How many CTAs have cleared their share of a kv head of [batch, num_heads_kv]: the same word of row_lse.
-  FA3_HOST_DEVICE uint32_t* clear_counter(int head) const {
+  // How many load threads and service warps have done their share of a kv head of [batch, num_heads_kv]: the
+  // same word of row_lse.
+  static constexpr int kServiceWarps = 3;
+  FA3_HOST_DEVICE uint32_t* service_counter(int head) const {
     const int64_t q_head = static_cast<int64_t>(head) * (num_heads_q / num_heads_kv);
     return reinterpret_cast<uint32_t*>(row_lse) + q_head * rows() * 4 + 3;
+  }
+  FA3_HOST_DEVICE uint32_t service_count() const {
+    return (1 + serves_rows * kServiceWarps) * order.num_q_blocks;
+  }
+  // The words of a query head that hold counters or, beside them, nothing.
+  FA3_HOST_DEVICE void clear_counters(int64_t q_head) const {
+    const int64_t word = q_head * rows() * 4 + 2;
+    row_lse[word] = row_lse[word + 1] = row_delta[word] = row_delta[word + 1] = 0.0f;
   }
   FA3_HOST_DEVICE int rows() const { return static_cast<int>(round_up(seqlen_q, kBwdRowPad)); }
   FA3_HOST_DEVICE KeyRange key_range() const {

@@ -3,9 +3,9 @@
 // bwd_rows_kernel      row_delta = dlogsumexp - sum(out * dout) and row_lse = -logsumexp / scale: with
 //                      them as the first values of their accumulators, dP comes out less delta and
 //                      S scaled is the log2 of P; as three bfloat16 that a product with ones adds
-//                      up. P is 0 for rows that see no key and for padding. Clears, with the words
-//                      that no number takes, the counters, and dq_acc, where bwd_kernel does not
-//                      (clear.cuh).
+//                      up. P is 0 for rows that see no key and for padding. Clears dq_acc and,
+//                      with the words that no number takes, the counters. Where bwd_kernel does
+//                      it for later heads (serve.cuh, clear.cuh), only for the first.
 //                      A block has 4 warps; head_dim / 8 lanes share a row, 16 bytes each.
 // bwd_queries_kernel   dq = softmax_scale * dq_acc in 16 bits, and where asked for sum(q * dq_acc)
 //                      for the gradient of softmax_scale. Takes back a rotation of q (input_scale).
@@ -24,17 +24,22 @@
 namespace jax_fa3 {
 
 // The number of a row; in four words as three bfloat16 that sum to it, where infinity becomes a large
-// number, since the product multiplies by 0 too.
+// number, since the product multiplies by 0 too. keeps_counter: the last two words stay as they are.
 template <int kWords>
-__device__ __forceinline__ void store_row(float* rows, int64_t row, float value) {
+__device__ __forceinline__ void store_row(float* rows, int64_t row, float value,
+                                          bool keeps_counter) {
   if constexpr (kWords == 1) {
     rows[row] = value;
   } else {
     const float finite = isnan(value) ? value : fmaxf(fminf(value, 0x1p+127f), -0x1p+127f);
     const float high = __bfloat162float(__float2bfloat16_rn(finite));
     const float middle = __bfloat162float(__float2bfloat16_rn(finite - high));
-    reinterpret_cast<uint4*>(rows)[row] = make_uint4(
-        ptx::pack_bf16x2(high, middle), ptx::pack_bf16x2(finite - high - middle, 0.0f), 0, 0);
+    const uint32_t first = ptx::pack_bf16x2(high, middle),
+                   second = ptx::pack_bf16x2(finite - high - middle, 0.0f);
+    if (keeps_counter)
+      reinterpret_cast<uint2*>(rows)[2 * row] = make_uint2(first, second);
+    else
+      reinterpret_cast<uint4*>(rows)[row] = make_uint4(first, second, 0, 0);
   }
 }
 
@@ -50,6 +55,47 @@ __device__ __forceinline__ float load_row(const float* rows, int64_t row) {
   }
 }
 
+// x / y to the last bit or the one before, without the call that `/` is: the service role has no registers
+// for one. 2^-64 <= |y|.
+__device__ __forceinline__ float quotient(float x, float y) {
+  const float inverse = __fdividef(1.0f, y), first = x * inverse;
+  return fabsf(first) < 0x1p+100f ? fmaf(inverse, fmaf(-y, first, x), first) : first;
+}
+
+// out * dout of a lane's 16 bytes of a row, summed over the kLanes lanes that share the row; negative.
+template <bool kIsBf16, int kLanes>
+__device__ __forceinline__ float row_sum(const uint4& a, const uint4& b) {
+  const uint32_t as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 x = ptx::unpack_16bit<kIsBf16>(as[i]), y = ptx::unpack_16bit<kIsBf16>(bs[i]);
+    sum = fmaf(-x.x, y.x, fmaf(-x.y, y.y, sum));
+  }
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
+  return sum;
+}
+
+// row_delta and row_lse of a row, run by one lane; `to`: which of the workspaces, `statistic`: which of
+// logsumexp.
+template <class Traits>
+__device__ __forceinline__ void store_row_numbers(const BwdParams& p, int64_t to, int64_t statistic,
+                                                  int row, float sum, bool keeps_counter) {
+  constexpr int kWords = bwd_row_words(Traits::kHeadDim);
+  float lse2 = INFINITY;
+  if (row < p.seqlen_q) {
+    const float natural = __ldg(p.logsumexp + statistic);
+    if (natural != -INFINITY) lse2 = natural * 1.4426950408889634f;
+    sum += __ldg(p.dlogsumexp + statistic);
+  }
+  const float factor = BwdParams::scale_log2(__ldg(p.softmax_scale));
+  store_row<kWords>(p.row_delta, to, sum, keeps_counter);
+  store_row<kWords>(p.row_lse, to, Traits::kServes ? quotient(-lse2, factor) : -lse2 / factor,
+                    keeps_counter);
+}
+
 template <class Config>
 __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ BwdParams p) {
   using Traits = BwdTraits<Config>;
@@ -61,36 +107,27 @@ __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ B
   const int64_t head = flat / rows;
   const int64_t batch = head / p.num_heads_q;
   const int64_t group = p.num_heads_q / p.num_heads_kv;
-  if (Traits::kMakesDq && !(Traits::kClears && head >= p.first_cleared * group)) {
+  if (Traits::kMakesDq && !(Traits::kServes && head >= p.first_served * group)) {
     // 8 floats a thread: 32 bytes for the 16 of out, in whatever order.
     float4* sums = reinterpret_cast<float4*>(p.dq_acc) + (flat * kLanes + lane) * 2;
     sums[0] = sums[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  float delta = 0.0f, lse2 = INFINITY;
+  uint4 a = make_uint4(0, 0, 0, 0), b = a;
   if (row < p.seqlen_q) {
     const int64_t position =
         ((batch * p.seqlen_q + row) * p.num_heads_q + head % p.num_heads_q) * kLanes + lane;
-    const uint4 a = __ldg(static_cast<const uint4*>(p.out) + position);
-    const uint4 b = __ldg(static_cast<const uint4*>(p.dout) + position);
-    const uint32_t as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 x = ptx::unpack_16bit<Traits::kIsBf16>(as[i]),
-                   y = ptx::unpack_16bit<Traits::kIsBf16>(bs[i]);
-      delta = fmaf(-x.x, y.x, fmaf(-x.y, y.y, delta));
-    }
-    const int64_t statistic = head * p.seqlen_q + row;
-    const float natural = __ldg(p.logsumexp + statistic);
-    if (natural != -INFINITY) lse2 = natural * 1.4426950408889634f;
-    if (lane == 0) delta += __ldg(p.dlogsumexp + statistic);
+    a = __ldg(static_cast<const uint4*>(p.out) + position);
+    b = __ldg(static_cast<const uint4*>(p.dout) + position);
   }
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2)
-    delta += __shfl_xor_sync(0xFFFFFFFFu, delta, distance);
-  if (lane == 0) {
-    constexpr int kWords = bwd_row_words(Traits::kHeadDim);
-    store_row<kWords>(p.row_delta, flat, delta);
-    store_row<kWords>(p.row_lse, flat, -lse2 / BwdParams::scale_log2(__ldg(p.softmax_scale)));
+  const float sum = row_sum<Traits::kIsBf16, kLanes>(a, b);
+  if (lane == 0) store_row_numbers<Traits>(p, flat, head * p.seqlen_q + row, row, sum, false);
+  if constexpr (Traits::kServes) {
+    // The counters of the heads whose rows bwd_kernel prepares.
+    const int64_t threads = static_cast<int64_t>(gridDim.x) * 128;
+    for (int64_t i =
+             static_cast<int64_t>(gridDim.x) * kRowsHere / rows + blockIdx.x * 128 + threadIdx.x;
+         i < static_cast<int64_t>(p.batch) * p.num_heads_q; i += threads)
+      p.clear_counters(i);
   }
 }
 

@@ -26,13 +26,16 @@ struct BwdSmem {
   static constexpr int kRowLse = kOnes + kOnesBytes;
   static constexpr int kRowDelta = kRowLse + kQStages * Traits::kRowBytes;
   static constexpr int kZeros = kRowDelta + kDoStages * Traits::kRowBytes;
-  static constexpr int kBarriers = kZeros + Traits::kClears * (kPieceWarpFloats * 4);
+  static constexpr int kService = kZeros + Traits::kServes * (kPieceWarpFloats * 4);
+  static constexpr int kServiceBytes = 2048;  // of a warp
+  static constexpr int kBarriers =
+      kService + Traits::kServes * BwdParams::kServiceWarps * kServiceBytes;
   static constexpr int kNumBarriers =
       2 + 3 * kQStages + 3 * kDoStages + (Traits::kDqRole ? 2 * Traits::kScoreGradBuffers : 0);
   static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
   static constexpr int kAllocation = kBytes + 1024;  // room to align the base
 
-  static_assert(!Traits::kClears || (Traits::kThreads - 128) * 16 == kPieceWarpFloats * 4,
+  static_assert(!Traits::kServes || (Traits::kThreads - 128) * 16 == kPieceWarpFloats * 4,
                 "16 bytes of zeros for each thread that is not of the load warpgroup");
   static_assert(kAllocation <= 227 * 1024, "the tiles do not fit one SM's shared memory (227 KiB)");
 
@@ -81,8 +84,12 @@ struct BwdSmem {
     return base + kRowDelta + stage * Traits::kRowBytes;
   }
   __device__ __forceinline__ uint32_t ones() const { return base + kOnes; }
-  // kClears: as many as a slice of a piece.
+  // kServes: as many as a slice of a piece.
   __device__ __forceinline__ uint32_t zeros() const { return base + kZeros; }
+  // kServes: where a service warp's copies land.
+  __device__ __forceinline__ uint32_t service(int warp) const {
+    return base + kService + warp * kServiceBytes;
+  }
   __device__ __forceinline__ uint32_t k_full() const { return base + kBarriers; }
   __device__ __forceinline__ uint32_t v_full() const { return base + kBarriers + 8; }
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 + stage); }

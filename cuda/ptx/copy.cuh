@@ -91,4 +91,15 @@ __device__ __forceinline__ void fence_async_proxy_all() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
+// cp.async: 16 bytes, both sides so aligned, by this thread; zeros if not is_there.
+__device__ __forceinline__ void copy_16_bytes(uint32_t smem, const void* gmem, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem),
+               "r"(is_there ? 16 : 0)
+               : "memory");
+}
+// All of this thread's have arrived.
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 }  // namespace jax_fa3::ptx
