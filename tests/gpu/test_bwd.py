@@ -170,14 +170,23 @@ def test_vmap_of_grad_is_the_loop(precision: str, deterministic: bool) -> None:
             )
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_many_heads(is_causal: bool) -> None:
-    """So many heads that CTAs clear dq of later ones: as in a fixed order, with none to clear."""
-    inputs, dout, dlogsumexp = draw((2, 700, 1200, 80, 40), 128, cases.BFLOAT16)
+@pytest.mark.parametrize(
+    ("causal", "sizes"),
+    [
+        (None, (700, 1200)),
+        ("bottom_right", (700, 1200)),
+        ("top_left", (700, 1200)),  # CTAs whose keys nobody sees have their shares too
+        ("bottom_right", (1200, 700)),  # rows without keys
+    ],
+)
+def test_many_heads(causal: str | None, sizes: tuple[int, int]) -> None:
+    """So many that CTAs prepare later ones: as in a fixed order, where none does."""
+    inputs, dout, dlogsumexp = draw((2, *sizes, 80, 40), 128, cases.BFLOAT16)
+    masks = {} if causal is None else {"is_causal": True, "causal_alignment": causal}
 
     def gradients(deterministic: bool) -> Any:
         def kernel(x: Any, dout: Any, dlogsumexp: Any) -> Any:
-            options = {"precision": "native", "implementation": "cuda", "is_causal": is_causal}
+            options = {"precision": "native", "implementation": "cuda", **masks}
             return reference_gradients.of_call(
                 x, dout, dlogsumexp, deterministic=deterministic, **options
             )
