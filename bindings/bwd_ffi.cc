@@ -1,4 +1,5 @@
-// jax_fa3_bwd: gradients of 16-bit attention from its operands, result and logsumexp.
+// jax_fa3_bwd and jax_fa3_bwd_fp8: gradients of 16-bit attention from its operands, result and
+// logsumexp; the second takes keys and values as the quantiser wrote them.
 #include "bindings/ffi_check.h"
 #include "bindings/handlers.h"
 #include "cuda/bwd/launch.h"
@@ -10,6 +11,77 @@ using F32 = ffi::Buffer<ffi::F32>;
 using F32Result = ffi::ResultBuffer<ffi::F32>;
 using AnyResult = ffi::Result<ffi::AnyBuffer>;
 
+// What both targets are given, but for keys and values, and what they write.
+struct BwdOperands {
+  ffi::AnyBuffer q, out;
+  F32 logsumexp;
+  ffi::AnyBuffer dout;
+  F32 dlogsumexp, softmax_scale, input_scale, key_mean;
+};
+struct BwdResults {
+  ffi::AnyBuffer dq, dk, dv;
+  F32 scale_grads, row_lse, row_delta, dq_acc;
+};
+struct BwdFlags {
+  bool is_causal, bottom_right, wants_scale_grads, deterministic, rotated;
+};
+
+// Fills `params`, but for keys and values; returns the element kind. The fields are valid if no check
+// has failed.
+ElementKind fill_bwd(Checker& check, BwdParams& params, const Sizes& sizes, BwdOperands in,
+                     BwdResults to, BwdFlags flags) {
+  const auto [batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim] = sizes;
+  check.hopper();
+  const int64_t rows = round_up(seqlen_q, kBwdRowPad);
+  const bool in_order = flags.deterministic || head_dim == 256;
+  check.shape("out", in.out, {batch, seqlen_q, num_heads_q, head_dim});
+  check.shape("dout", in.dout, {batch, seqlen_q, num_heads_q, head_dim});
+  check.shape("logsumexp", in.logsumexp, {batch, num_heads_q, seqlen_q});
+  check.shape("dlogsumexp", in.dlogsumexp, {batch, num_heads_q, seqlen_q});
+  check.shape("softmax_scale", in.softmax_scale, {});
+  check.shape("input_scale", in.input_scale, {});
+  check.shape("key_mean", in.key_mean, {flags.rotated ? batch : 0, num_heads_kv, head_dim});
+  check.require(!flags.rotated || !in_order, [] {
+    return std::string("rotated must be false where dq has a fixed order; got true.");
+  });
+  check.shape("dq", to.dq, {batch, seqlen_q, num_heads_q, head_dim});
+  check.shape("dk", to.dk, {batch, seqlen_k, num_heads_kv, head_dim});
+  check.shape("dv", to.dv, {batch, seqlen_k, num_heads_kv, head_dim});
+  check.shape("scale_grads", to.scale_grads, {batch, num_heads_q, rows / kPieceRows});
+  const int64_t row_words = bwd_row_words(static_cast<int>(head_dim));
+  check.shape("row_lse", to.row_lse, {batch, num_heads_q, rows, row_words});
+  check.shape("row_delta", to.row_delta, {batch, num_heads_q, rows, row_words});
+  check.shape("dq_acc", to.dq_acc, {batch, num_heads_q, in_order ? 0 : rows, head_dim});
+  const ElementKind element = check.kind("q", in.q.element_type(), false, true);
+  check.same_type("out", in.out.element_type(), "q", in.q.element_type());
+  check.same_type("dout", in.dout.element_type(), "q", in.q.element_type());
+  check.same_type("dq", to.dq.element_type(), "q", in.q.element_type());
+  check.same_type("dk", to.dk.element_type(), "q", in.q.element_type());
+  check.same_type("dv", to.dv.element_type(), "q", in.q.element_type());
+
+  fill_sizes(params, sizes);
+  params.is_causal = flags.is_causal;
+  params.bottom_right = flags.bottom_right;
+  params.wants_scale_grads = flags.wants_scale_grads;
+  params.deterministic = flags.deterministic;
+  params.q = in.q.untyped_data();
+  params.out = in.out.untyped_data();
+  params.dout = in.dout.untyped_data();
+  params.logsumexp = in.logsumexp.typed_data();
+  params.dlogsumexp = in.dlogsumexp.typed_data();
+  params.softmax_scale = in.softmax_scale.typed_data();
+  params.input_scale = flags.rotated ? in.input_scale.typed_data() : nullptr;
+  params.key_mean = flags.rotated ? in.key_mean.typed_data() : nullptr;
+  params.dq = to.dq.untyped_data();
+  params.dk = to.dk.untyped_data();
+  params.dv = to.dv.untyped_data();
+  params.scale_grads = to.scale_grads.typed_data();
+  params.row_lse = to.row_lse.typed_data();
+  params.row_delta = to.row_delta.typed_data();
+  params.dq_acc = to.dq_acc.typed_data();
+  return element;
+}
+
 ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                ffi::AnyBuffer out, F32 logsumexp, ffi::AnyBuffer dout, F32 dlogsumexp,
                F32 softmax_scale, F32 input_scale, F32 key_mean, AnyResult dq, AnyResult dk,
@@ -19,64 +91,55 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   Checker check("jax_fa3_bwd");
   const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
-  const auto [batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim] = sizes;
-  check.hopper();
-  const int64_t rows = round_up(seqlen_q, kBwdRowPad);
-  check.shape("k", k, {batch, seqlen_k, num_heads_kv, head_dim});
-  check.shape("v", v, {batch, seqlen_k, num_heads_kv, head_dim});
-  check.shape("out", out, {batch, seqlen_q, num_heads_q, head_dim});
-  check.shape("dout", dout, {batch, seqlen_q, num_heads_q, head_dim});
-  check.shape("logsumexp", logsumexp, {batch, num_heads_q, seqlen_q});
-  check.shape("dlogsumexp", dlogsumexp, {batch, num_heads_q, seqlen_q});
-  check.shape("softmax_scale", softmax_scale, {});
-  check.shape("input_scale", input_scale, {});
-  check.shape("key_mean", key_mean, {rotated ? batch : 0, num_heads_kv, head_dim});
-  check.require(!rotated || !(deterministic || head_dim == 256), [] {
-    return std::string("rotated must be false where dq has a fixed order; got true.");
-  });
-  check.shape("dq", *dq, {batch, seqlen_q, num_heads_q, head_dim});
-  check.shape("dk", *dk, {batch, seqlen_k, num_heads_kv, head_dim});
-  check.shape("dv", *dv, {batch, seqlen_k, num_heads_kv, head_dim});
-  check.shape("scale_grads", *scale_grads, {batch, num_heads_q, rows / kPieceRows});
-  const int64_t row_words = bwd_row_words(static_cast<int>(head_dim));
-  check.shape("row_lse", *row_lse, {batch, num_heads_q, rows, row_words});
-  check.shape("row_delta", *row_delta, {batch, num_heads_q, rows, row_words});
-  const int64_t sum_rows = deterministic || head_dim == 256 ? 0 : rows;
-  check.shape("dq_acc", *dq_acc, {batch, num_heads_q, sum_rows, head_dim});
-  const ElementKind element = check.kind("q", q.element_type(), false, true);
+  BwdParams params{};
+  const ElementKind element =
+      fill_bwd(check, params, sizes,
+               {q, out, logsumexp, dout, dlogsumexp, softmax_scale, input_scale, key_mean},
+               {*dq, *dk, *dv, *scale_grads, *row_lse, *row_delta, *dq_acc},
+               {is_causal, bottom_right, wants_scale_grads, deterministic, rotated});
+  const std::initializer_list<int64_t> keys = {sizes.batch, sizes.seqlen_k, sizes.num_heads_kv,
+                                               sizes.head_dim};
+  check.shape("k", k, keys);
+  check.shape("v", v, keys);
   check.same_type("k", k.element_type(), "q", q.element_type());
   check.same_type("v", v.element_type(), "q", q.element_type());
-  check.same_type("out", out.element_type(), "q", q.element_type());
-  check.same_type("dout", dout.element_type(), "q", q.element_type());
-  check.same_type("dq", dq->element_type(), "q", q.element_type());
-  check.same_type("dk", dk->element_type(), "q", q.element_type());
-  check.same_type("dv", dv->element_type(), "q", q.element_type());
   if (check.failed()) return check.take();
-
-  BwdParams params{};
-  fill_sizes(params, sizes);
-  params.is_causal = is_causal;
-  params.bottom_right = bottom_right;
-  params.wants_scale_grads = wants_scale_grads;
-  params.deterministic = deterministic;
-  params.q = q.untyped_data();
   params.k = k.untyped_data();
   params.v = v.untyped_data();
-  params.out = out.untyped_data();
-  params.dout = dout.untyped_data();
-  params.logsumexp = logsumexp.typed_data();
-  params.dlogsumexp = dlogsumexp.typed_data();
-  params.softmax_scale = softmax_scale.typed_data();
-  params.input_scale = rotated ? input_scale.typed_data() : nullptr;
-  params.key_mean = rotated ? key_mean.typed_data() : nullptr;
-  params.dq = dq->untyped_data();
-  params.dk = dk->untyped_data();
-  params.dv = dv->untyped_data();
-  params.scale_grads = scale_grads->typed_data();
-  params.row_lse = row_lse->typed_data();
-  params.row_delta = row_delta->typed_data();
-  params.dq_acc = dq_acc->typed_data();
-  return check.launched(launch_bwd(params, element, static_cast<int>(head_dim), stream));
+  return check.launched(launch_bwd(params, element, static_cast<int>(sizes.head_dim), stream));
+}
+
+ffi::Error bwd_fp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_image, F32 k_descale,
+                   ffi::AnyBuffer v_image, F32 v_descale, F32 v_mean, ffi::AnyBuffer out,
+                   F32 logsumexp, ffi::AnyBuffer dout, F32 dlogsumexp, F32 softmax_scale,
+                   F32 input_scale, F32 key_mean, AnyResult dq, AnyResult dk, AnyResult dv,
+                   F32Result scale_grads, F32Result row_lse, F32Result row_delta, F32Result dq_acc,
+                   bool is_causal, bool bottom_right, bool wants_scale_grads, bool deterministic,
+                   bool rotated) {
+  Checker check("jax_fa3_bwd_fp8");
+  const Sizes sizes = check.sizes_of("q", q, "dk", *dk);
+  if (check.failed()) return check.take();
+  BwdParams params{};
+  const ElementKind element =
+      fill_bwd(check, params, sizes,
+               {q, out, logsumexp, dout, dlogsumexp, softmax_scale, input_scale, key_mean},
+               {*dq, *dk, *dv, *scale_grads, *row_lse, *row_delta, *dq_acc},
+               {is_causal, bottom_right, wants_scale_grads, deterministic, rotated});
+  params.image_kind = check.key_images(sizes, k_image, k_descale, v_image, v_descale, v_mean);
+  check.require(sizes.head_dim == 128, [&] {
+    return "head_dim must be 128 here; got " + std::to_string(sizes.head_dim) + ".";
+  });
+  check.require(element == ElementKind::kBf16,
+                [] { return std::string("q must be bfloat16 here; got float16."); });
+  check.require(!deterministic,
+                [] { return std::string("deterministic must be false here; got true."); });
+  if (check.failed()) return check.take();
+  params.k_image = static_cast<const uint8_t*>(k_image.untyped_data());
+  params.k_descale = k_descale.typed_data();
+  params.v_image = static_cast<const uint8_t*>(v_image.untyped_data());
+  params.v_descale = v_descale.typed_data();
+  params.v_mean = v_mean.typed_data();
+  return check.launched(launch_bwd(params, element, static_cast<int>(sizes.head_dim), stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(
@@ -108,8 +171,40 @@ XLA_FFI_DEFINE_HANDLER(
         .Attr<bool>("rotated"),
     {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(
+    kBwdFp8, bwd_fp8,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()  // q              [batch, seqlen_q, num_heads_q, 128] bfloat16
+        .Arg<ffi::AnyBuffer>()  // k_image        [batch, num_heads_kv, granules * 128, 128] float8
+        .Arg<F32>()             // k_descale      [batch, num_heads_kv, granules]
+        .Arg<ffi::AnyBuffer>()  // v_image        [batch, num_heads_kv, granules, 128, 128]
+        .Arg<F32>()             // v_descale      [batch, num_heads_kv, 128]
+        .Arg<F32>()             // v_mean         [batch, num_heads_kv, 128]
+        .Arg<ffi::AnyBuffer>()  // out            as above, to the end
+        .Arg<F32>()             // logsumexp
+        .Arg<ffi::AnyBuffer>()  // dout
+        .Arg<F32>()             // dlogsumexp
+        .Arg<F32>()             // softmax_scale
+        .Arg<F32>()             // input_scale
+        .Arg<F32>()             // key_mean
+        .Ret<ffi::AnyBuffer>()  // dq
+        .Ret<ffi::AnyBuffer>()  // dk             [batch, seqlen_k, num_heads_kv, 128]
+        .Ret<ffi::AnyBuffer>()  // dv
+        .Ret<F32>()             // scale_grads
+        .Ret<F32>()             // row_lse
+        .Ret<F32>()             // row_delta
+        .Ret<F32>()             // dq_acc
+        .Attr<bool>("is_causal")
+        .Attr<bool>("bottom_right")
+        .Attr<bool>("wants_scale_grads")
+        .Attr<bool>("deterministic")
+        .Attr<bool>("rotated"),
+    {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 XLA_FFI_Handler* const kBwdHandler = kBwd;
+XLA_FFI_Handler* const kBwdFp8Handler = kBwdFp8;
 
 }  // namespace jax_fa3

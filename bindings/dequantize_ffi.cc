@@ -1,4 +1,5 @@
-// jax_fa3_dequantize: what the FP8 forward multiplied, as bfloat16 operands.
+// jax_fa3_dequantize and jax_fa3_dequantize_query: what the FP8 forward multiplied, as bfloat16 operands,
+// and of it the queries alone.
 #include "bindings/ffi_check.h"
 #include "bindings/handlers.h"
 #include "cuda/quantize/dequantize.h"
@@ -39,6 +40,23 @@ ffi::Error dequantize(cudaStream_t stream, ffi::AnyBuffer q_image, F32 q_descale
   return check.launched(launch_dequantize(params, stream));
 }
 
+ffi::Error dequantize_query(cudaStream_t stream, ffi::AnyBuffer q_image, F32 q_descale,
+                            Bf16Result q) {
+  Checker check("jax_fa3_dequantize_query");
+  const Sizes sizes = check.sizes_of("q", *q, "q", *q);
+  if (check.failed()) return check.take();
+  check.hopper();
+  DequantizeParams params{};
+  params.image_kind = check.query_image(sizes, q_image, q_descale);
+  if (check.failed()) return check.take();
+  params.q_image = static_cast<const uint8_t*>(q_image.untyped_data());
+  params.q_descale = q_descale.typed_data();
+  fill_sizes(params, sizes);
+  params.head_dim = static_cast<int>(sizes.head_dim);
+  params.q = q->typed_data();
+  return check.launched(launch_dequantize(params, stream));
+}
+
 XLA_FFI_DEFINE_HANDLER(
     kHandler, dequantize,
     ffi::Ffi::Bind()
@@ -55,8 +73,18 @@ XLA_FFI_DEFINE_HANDLER(
         .Ret<ffi::Buffer<ffi::BF16>>(),  // v  like k
     {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(
+    kQueryHandler, dequantize_query,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()           // q_image    [batch, num_heads_q, rows, head_dim] float8
+        .Arg<F32>()                      // q_descale  [batch, num_heads_q, rows]
+        .Ret<ffi::Buffer<ffi::BF16>>(),  // q          [batch, seqlen_q, num_heads_q, head_dim]
+    {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 XLA_FFI_Handler* const kDequantizeHandler = kHandler;
+XLA_FFI_Handler* const kDequantizeQueryHandler = kQueryHandler;
 
 }  // namespace jax_fa3

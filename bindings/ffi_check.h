@@ -123,18 +123,30 @@ class Checker {
   ElementKind images(const Sizes& s, const Image& q_image, const Factors& q_descale,
                      const Image& k_image, const Factors& k_descale, const Image& v_image,
                      const Factors& v_descale, const Factors& v_mean) {
+    same_type("k_image", k_image.element_type(), "q_image", q_image.element_type());
+    key_images(s, k_image, k_descale, v_image, v_descale, v_mean);
+    return query_image(s, q_image, q_descale);
+  }
+
+  // Of them those of queries; and those of keys and values.
+  template <class Image, class Factors>
+  ElementKind query_image(const Sizes& s, const Image& q_image, const Factors& q_descale) {
     const int64_t rows = round_up(s.seqlen_q, kSlab);
-    const int64_t granules = round_up(s.seqlen_k, kGranule) / kGranule;
     shape("q_image", q_image, {s.batch, s.num_heads_q, rows, s.head_dim});
     shape("q_descale", q_descale, {s.batch, s.num_heads_q, rows});
+    return kind("q_image", q_image.element_type(), true, false);
+  }
+  template <class Image, class Factors>
+  ElementKind key_images(const Sizes& s, const Image& k_image, const Factors& k_descale,
+                         const Image& v_image, const Factors& v_descale, const Factors& v_mean) {
+    const int64_t granules = round_up(s.seqlen_k, kGranule) / kGranule;
     shape("k_image", k_image, {s.batch, s.num_heads_kv, granules * kGranule, s.head_dim});
     shape("k_descale", k_descale, {s.batch, s.num_heads_kv, granules});
     shape("v_image", v_image, {s.batch, s.num_heads_kv, granules, s.head_dim, kGranule});
     shape("v_descale", v_descale, {s.batch, s.num_heads_kv, s.head_dim});
     shape("v_mean", v_mean, {s.batch, s.num_heads_kv, s.head_dim});
-    same_type("k_image", k_image.element_type(), "q_image", q_image.element_type());
-    same_type("v_image", v_image.element_type(), "q_image", q_image.element_type());
-    return kind("q_image", q_image.element_type(), true, false);
+    same_type("v_image", v_image.element_type(), "k_image", k_image.element_type());
+    return kind("k_image", k_image.element_type(), true, false);
   }
 
   // `type` of operand `name` is that of operand `like`.

@@ -28,11 +28,13 @@ nb::dict registrations() {
   nb::dict targets;
   targets["jax_fa3_quantize"] = capsule(jax_fa3::kQuantizeHandler);
   targets["jax_fa3_dequantize"] = capsule(jax_fa3::kDequantizeHandler);
+  targets["jax_fa3_dequantize_query"] = capsule(jax_fa3::kDequantizeQueryHandler);
   targets["jax_fa3_unrotate"] = capsule(jax_fa3::kUnrotateHandler);
   targets["jax_fa3_fwd_fp8"] = capsule(jax_fa3::kFwdFp8Handler);
   targets["jax_fa3_quantize_fwd_fp8"] = capsule(jax_fa3::kQuantizeFwdFp8Handler);
   targets["jax_fa3_fwd"] = capsule(jax_fa3::kFwdHandler);
   targets["jax_fa3_bwd"] = capsule(jax_fa3::kBwdHandler);
+  targets["jax_fa3_bwd_fp8"] = capsule(jax_fa3::kBwdFp8Handler);
   return targets;
 }
 

@@ -133,7 +133,11 @@ def _notes(
     implementation: str | None,
 ) -> tuple[str, ...]:
     reason = _grad.unserved_reason(dims.head_dim, dims.head_dim_v, dtypes.values(), given)
-    notes = [f"the backward pass runs CUDA ({_extension.TARGET_BWD})"]
+    reads_images = config.precision == "fp8" and _ffi.bwd_reads_images(
+        dims.head_dim, deterministic=config.deterministic
+    )
+    target = _extension.TARGET_BWD_FP8 if reads_images else _extension.TARGET_BWD
+    notes = [f"the backward pass runs CUDA ({target})"]
     if config.deterministic and dims.head_dim in _COST_OF_ORDER:
         notes = [
             f"{notes[0]}; deterministic=True made it take up to {_COST_OF_ORDER[dims.head_dim]} % "

@@ -18,18 +18,22 @@ from jax_fa3 import _compat, _install
 
 TARGET_QUANTIZE: Final = "jax_fa3_quantize"
 TARGET_DEQUANTIZE: Final = "jax_fa3_dequantize"
+TARGET_DEQUANTIZE_QUERY: Final = "jax_fa3_dequantize_query"
 TARGET_FWD_FP8: Final = "jax_fa3_fwd_fp8"
 TARGET_QUANTIZE_FWD_FP8: Final = "jax_fa3_quantize_fwd_fp8"
 TARGET_FWD: Final = "jax_fa3_fwd"
 TARGET_BWD: Final = "jax_fa3_bwd"
+TARGET_BWD_FP8: Final = "jax_fa3_bwd_fp8"
 TARGET_UNROTATE: Final = "jax_fa3_unrotate"
 TARGETS: Final = (
     TARGET_QUANTIZE,
     TARGET_DEQUANTIZE,
+    TARGET_DEQUANTIZE_QUERY,
     TARGET_FWD_FP8,
     TARGET_QUANTIZE_FWD_FP8,
     TARGET_FWD,
     TARGET_BWD,
+    TARGET_BWD_FP8,
     TARGET_UNROTATE,
 )
 
@@ -120,9 +124,10 @@ def built_ffi_version() -> tuple[int, int] | None:
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What `jax.export.export` needs as disabled_checks to accept this package's custom calls.
 
-    Exported programs name the targets "jax_fa3_quantize", "jax_fa3_dequantize", "jax_fa3_fwd_fp8",
-    "jax_fa3_quantize_fwd_fp8", "jax_fa3_fwd", "jax_fa3_bwd" and "jax_fa3_unrotate"; load them in a
-    process that has imported a jax_fa3 with the same targets.
+    Exported programs name the targets "jax_fa3_quantize", "jax_fa3_dequantize",
+    "jax_fa3_dequantize_query", "jax_fa3_fwd_fp8", "jax_fa3_quantize_fwd_fp8", "jax_fa3_fwd",
+    "jax_fa3_bwd", "jax_fa3_bwd_fp8" and "jax_fa3_unrotate"; load them in a process that has
+    imported a jax_fa3 with the same targets.
 
     Returns: one check for each target.
     """

@@ -6,14 +6,15 @@ Targets of one forward pass:
   precision="native"  jax_fa3_fwd
 and of one backward pass:
   precision="fp8"     jax_fa3_quantize again, jax_fa3_dequantize, jax_fa3_bwd, and jax_fa3_unrotate
-                      where jax_fa3_bwd does not take the rotation back itself
+                      where the kernel does not take the rotation back itself. Where it reads the
+                      images of key and value: jax_fa3_dequantize_query and jax_fa3_bwd_fp8
   precision="native"  jax_fa3_bwd
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ import numpy as np
 from jax_fa3 import _compat
 from jax_fa3._extension import (
     TARGET_BWD,
+    TARGET_BWD_FP8,
     TARGET_DEQUANTIZE,
+    TARGET_DEQUANTIZE_QUERY,
     TARGET_FWD,
     TARGET_FWD_FP8,
     TARGET_QUANTIZE,
@@ -58,6 +61,20 @@ class Images(NamedTuple):
     v_image: jax.Array  # float8 [batch, num_heads_kv, granules, head_dim, 128]
     v_descale: jax.Array  # f32 [batch, num_heads_kv, head_dim]
     v_mean: jax.Array  # f32 [batch, num_heads_kv, head_dim]
+
+
+class KeyImages(NamedTuple):
+    """Key and value of a backward call that reads them from images."""
+
+    k_image: jax.Array
+    k_descale: jax.Array
+    v_image: jax.Array
+    v_descale: jax.Array
+    v_mean: jax.Array
+    seqlen_k: int
+
+
+Keys: TypeAlias = tuple[jax.Array, jax.Array] | KeyImages
 
 
 class Rotation(NamedTuple):
@@ -246,10 +263,30 @@ def dequantize_operands(
     return query, key, value
 
 
+def bwd_operands(
+    images: Images, *, seqlen_q: int, seqlen_k: int, deterministic: bool
+) -> tuple[jax.Array, Keys]:
+    """`dequantize_operands` as `bwd` takes them: of key and value the images, where it can."""
+    batch, num_heads_q, _, head_dim = images.q_image.shape
+    if not bwd_reads_images(head_dim, deterministic=deterministic):
+        query, key, value = dequantize_operands(images, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        return query, (key, value)
+    (query,) = _call(
+        TARGET_DEQUANTIZE_QUERY,
+        [((batch, seqlen_q, num_heads_q, head_dim), jnp.bfloat16)],
+        (images.q_image, images.q_descale),
+    )
+    return query, KeyImages(*images[3:], seqlen_k)
+
+
+def bwd_reads_images(head_dim: int, *, deterministic: bool) -> bool:
+    """Whether `bwd` takes key and value of a bfloat16 query as images."""
+    return head_dim == 128 and not deterministic
+
+
 def bwd(
     query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    keys: Keys,
     out: jax.Array,
     logsumexp: jax.Array,
     dout: jax.Array,
@@ -265,7 +302,9 @@ def bwd(
     """Gradients of 16-bit attention.
 
     Args:
-      query, key, value, out, dout: [batch, seqlen, heads, head_dim] of one dtype.
+      query, out, dout: [batch, seqlen_q, num_heads_q, head_dim] of one dtype.
+      keys: key and value, [batch, seqlen_k, num_heads_kv, head_dim] of that dtype; or images, where
+        `bwd_reads_images`, with the same result up to the order in which dquery is added up.
       logsumexp, dlogsumexp: f32 [batch, num_heads_q, seqlen_q], natural log.
       softmax_scale: f32 [].
       wants_scale: whether the gradient of softmax_scale is wanted.
@@ -280,20 +319,27 @@ def bwd(
     # In a fixed order, as always at head_dim 256, dquery is added up in registers, else in memory.
     sum_rows = 0 if deterministic or head_dim == 256 else rows
     row_words = 1 if head_dim == 256 else 4  # for a row's number
-    no_mean = jnp.zeros((0, *key.shape[2:]), jnp.float32)
+    target, key_arrays, key_shape = TARGET_BWD, tuple(keys[:2]), keys[0].shape
+    if isinstance(keys, KeyImages):
+        target, key_arrays = TARGET_BWD_FP8, keys[:5]
+        key_shape = (batch, keys.seqlen_k, keys.k_image.shape[1], head_dim)
+    no_mean = jnp.zeros((0, *key_shape[2:]), jnp.float32)
     rotation_or_none = rotation or Rotation(softmax_scale, no_mean)
     dquery, dkey, dvalue, scale_grads, *_ = _call(
-        TARGET_BWD,
+        target,
         [
             (query.shape, query.dtype),
-            (key.shape, key.dtype),
-            (value.shape, value.dtype),
+            (key_shape, query.dtype),
+            (key_shape, query.dtype),
             ((batch, num_heads_q, rows // _ROWS_PER_PART), jnp.float32),
             ((batch, num_heads_q, rows, row_words), jnp.float32),  # workspaces, dropped
             ((batch, num_heads_q, rows, row_words), jnp.float32),
             ((batch, num_heads_q, sum_rows, head_dim), jnp.float32),
         ],
-        (query, key, value, out, logsumexp, dout, dlogsumexp, softmax_scale, *rotation_or_none),
+        (
+            *(query, *key_arrays, out, logsumexp, dout, dlogsumexp, softmax_scale),
+            *rotation_or_none,
+        ),
         is_causal=bool(is_causal),
         bottom_right=bool(bottom_right),
         wants_scale_grads=bool(wants_scale),

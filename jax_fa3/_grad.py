@@ -177,8 +177,7 @@ def _native(
     """Gradients of 16-bit attention, and of softmax_scale [batch]."""
     return _ffi.bwd(
         operands.query,
-        operands.key,
-        operands.value,
+        (operands.key, operands.value),
         *_results_in(operands.query.dtype, results),
         operands.softmax_scale,
         is_causal=call.config.is_causal,
@@ -206,7 +205,9 @@ def _fp8(
     query, key, value = operands.query, operands.key, operands.value
     seqlen_q = query.shape[1]
     images = _local.quantize(operands, config)
-    quantised = _ffi.dequantize_operands(images, seqlen_q=seqlen_q, seqlen_k=key.shape[1])
+    quantised = _ffi.bwd_operands(
+        images, seqlen_q=seqlen_q, seqlen_k=key.shape[1], deterministic=config.deterministic
+    )
     rotated = _shapes.uses_hadamard(config, query, key)
     mean = _fp8_model.key_mean(key) if config.quantization.smooth_key else None
     rotation = None
@@ -250,8 +251,7 @@ def _fp8(
 
 def by_quantised(
     query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    keys: _ffi.Keys,
     shift: jax.Array,
     results: Results,
     *,
@@ -260,15 +260,14 @@ def by_quantised(
     deterministic: bool,
     rotation: _ffi.Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of what `_ffi.dequantize_operands` returned; shift f32 [batch, num_heads_q,
+    """Gradients of what `_ffi.dequantize_operands` returns; shift f32 [batch, num_heads_q,
     seqlen_q] is each row's q_shift. With `rotation` those of the arrays before the rotation."""
     # logits = ln 2 * quantised query @ quantised key^T + ln 2 * shift, in natural units.
     finite = jnp.isfinite(results.logsumexp)
     logsumexp = jnp.where(finite, results.logsumexp - shift * _LN_2, results.logsumexp)
     dquery, dkey, dvalue, _ = _ffi.bwd(
         query,
-        key,
-        value,
+        keys,
         *_results_in(jnp.bfloat16, results._replace(logsumexp=logsumexp)),
         _LN_2 * jnp.ones((), jnp.float32),
         is_causal=is_causal,

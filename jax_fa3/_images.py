@@ -126,20 +126,24 @@ def backward(
 
     def kernel(*arrays: jax.Array) -> Arrays:
         images, results, moved = split(arrays)
-        query, key, value = _ffi.dequantize_operands(images, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        deterministic = form.config.deterministic
         shift = images.q_shift[:, :, :seqlen_q]
-        if moved is not None:
-            key = (key + moved[:, None]).astype(key.dtype)
+        keys: _ffi.Keys
+        if moved is None:
+            query, keys = _ffi.bwd_operands(images, **sizes, deterministic=deterministic)
+        else:
+            query, key, value = _ffi.dequantize_operands(images, **sizes)
+            keys = (key + moved[:, None]).astype(key.dtype), value
             shift -= row_products(query, moved)
         grads = _grad.by_quantised(
             query,
-            key,
-            value,
+            keys,
             shift,
             results,
             is_causal=is_causal,
             bottom_right=False,
-            deterministic=form.config.deterministic,
+            deterministic=deterministic,
         )
         return tuple(x.astype(jnp.float32) for x in grads)
 

@@ -125,7 +125,7 @@ RULES = (
     _native("256", 32),
     Rule(
         family="backward",
-        pattern=r"bwd_kernel.*Lb0E",
+        pattern=r"bwd_kernel.*(Lb0E|Codes)",
         at_least=4,
         required=(("HGMMA",), LOADS, ("USETMAXREG",), ("UBLKRED",), ("STSM",)),
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),

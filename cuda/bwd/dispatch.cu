@@ -25,6 +25,11 @@ cudaError_t launch_element(const BwdParams& params, int head_dim, cudaStream_t s
 
 cudaError_t launch_bwd(const BwdParams& params, ElementKind element, int head_dim,
                        cudaStream_t stream) {
+  if (params.k_image != nullptr) {
+    if (element != ElementKind::kBf16 || head_dim != 128 || params.deterministic)
+      return cudaErrorInvalidValue;
+    return launch_bwd<BwdCodesD128>(params, stream);
+  }
   if (element == ElementKind::kBf16) return launch_element<ptx::Bf16>(params, head_dim, stream);
   if (element == ElementKind::kF16) return launch_element<ptx::F16>(params, head_dim, stream);
   return cudaErrorInvalidValue;

@@ -11,11 +11,12 @@
 //            Without kMakesDq there is no warpgroup for dQ, and the math warpgroups run free.
 // Smem       k | v | q[q stages] | dout[dout stages] | dS^T[buffers] | 4 KiB of staging per warp that
 //            makes dQ | ones | row_lse[q stages] | row_delta[dout stages] | kServes: 4 KiB of zeros,
-//            2 KiB per service warp | barriers. At the end rows of dV and dK leave through v, or (joint,
-//            without kMakesDq) through the staging.
+//            2 KiB per service warp | barriers. kTakesCodes: the codes of k and v wait in dS^T, and the
+//            math warpgroups make k and v of them before the first step (decode_keys.cuh). At the end rows
+//            of dV and dK leave through v, or (joint, without kMakesDq) through the staging.
 // mbarriers  name         arrivals          waiter   meaning
 //            k_full       1 + bytes         math,dQ  the CTA's keys have landed (once)
-//            v_full       1 + bytes         math     likewise its values
+//            v_full       1 + bytes         math     likewise its values; kTakesCodes: of either the codes
 //            q_full[s]    1 + bytes         math     q stage s and its row_lse have landed
 //            q_empty[s]   math threads      load     S and dK of the step are done
 //            do_full[s]   1 + bytes         math     dout stage s and its row_delta have landed; kServes: and
@@ -25,7 +26,8 @@
 //            ds_full[b]   math threads      dQ       kDqRole: dS^T of a step is written
 //            ds_empty[b]  dQ threads        math     kDqRole: dQ of the step is done
 // Named      1 (the warps that make dQ): without kApart both math warpgroups have written their half of
-//            dS^T; at the end of a CTA that counts itself: all its dQ is added. Id 0 is __syncthreads.
+//            dS^T; at the end of a CTA that counts itself: all its dQ is added;
+//            kTakesCodes: k and v are made. Id 0 is __syncthreads.
 // Pairs      Without a mask, where kCanPair and a head's key blocks are even in number, two CTAs with
 //            neighbouring keys form a cluster. Each brings one of the two chunks of every tile of Q and
 //            dO to both (multicast): half the reads of L2. Neither ends before the other's copies and

@@ -14,7 +14,7 @@
 
 namespace jax_fa3 {
 
-// Tensor maps whose boxes have as many rows as the tiles of a kernel.
+// Tensor maps whose boxes have as many rows as the tiles of a kernel. Codes need none.
 template <class Traits>
 cudaError_t encode_maps(BwdParams* params, int key_rows) {
   const auto encode = [&](CUtensorMap* map, const void* tensor, bool is_query) {
@@ -25,6 +25,7 @@ cudaError_t encode_maps(BwdParams* params, int key_rows) {
   };
   cudaError_t status = encode(&params->q_map, params->q, true);
   if (status == cudaSuccess) status = encode(&params->dout_map, params->dout, true);
+  if (params->k_image != nullptr) return status;
   if (status == cudaSuccess) status = encode(&params->k_map, params->k, false);
   if (status == cudaSuccess) status = encode(&params->v_map, params->v, false);
   return status;

@@ -16,12 +16,15 @@ struct BwdWalk {
   int batch, kv_head, first_key;
   int first_q_block, num_q_blocks;  // of one head; the first is the lowest that sees a key here
   int num_steps;                    // of all heads of the group
+  int64_t granule;                  // of all heads: which one of k_image and v_image these keys are
 
   __device__ __forceinline__ explicit BwdWalk(const BwdParams& p) {
     const Tile tile = p.order.tile(blockIdx.x);  // a block of keys, of a kv head
     batch = tile.batch;
     kv_head = tile.head;
     first_key = tile.q_block * Traits::kBlockKv;
+    granule = (static_cast<int64_t>(batch) * p.num_heads_kv + kv_head) * p.order.num_q_blocks +
+              tile.q_block;
     const int end = (p.seqlen_q + Traits::kBlockQ - 1) / Traits::kBlockQ;
     first_q_block = 0;
     if (p.is_causal) {
@@ -63,6 +66,18 @@ __device__ __forceinline__ void load_tile(uint32_t destination, const CUtensorMa
   }
 }
 
+// The codes of a CTA's keys or values: decode_keys.cuh.
+template <class Config>
+__device__ __forceinline__ void load_codes(uint32_t destination, const uint8_t* image,
+                                           const BwdWalk<Config>& walk, uint32_t barrier) {
+  using Traits = BwdTraits<Config>;
+  constexpr int kBytes = kGranule * Traits::kHeadDim;
+  static_assert(Traits::kBlockKv == kGranule && kBytes <= Traits::kScoreGradBytes,
+                "the keys of a CTA are a granule, whose codes fit a buffer of dS");
+  ptx::mbarrier_arrive_expect_bytes(barrier, kBytes);
+  ptx::copy_bulk(destination, image + walk.granule * kBytes, kBytes, barrier);
+}
+
 template <class Config>
 __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<Config>& smem) {
   using Traits = BwdTraits<Config>;
@@ -76,6 +91,14 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
                          int position, uint32_t barrier) {
     load_tile<Traits>(destination, map, chunk_bytes, head, position, walk.batch, barrier);
   };
+  const auto keys = [&](uint32_t tile, const CUtensorMap* map, uint32_t full) {
+    ptx::mbarrier_arrive_expect_bytes(full, Traits::kKeyBytes);
+    boxes(tile, map, Traits::kKeyChunkBytes, walk.kv_head, walk.first_key, full);
+  };
+  if constexpr (Traits::kTakesCodes) {
+    load_codes(smem.score_grads(0), p.k_image, walk, smem.k_full());
+    load_codes(smem.score_grads(1), p.v_image, walk, smem.v_full());
+  }
   // Of a pair each CTA brings one chunk of a tile to both, once both have given the stage back.
   const uint32_t rank = Traits::kCanPair ? ptx::cluster_rank() : 0;
   const auto query_boxes = [&](uint32_t destination, const CUtensorMap* map, int head, int position,
@@ -96,11 +119,7 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     const int first_row = step.q_block * Traits::kBlockQ;
     const int64_t row =
         (static_cast<int64_t>(walk.batch) * p.num_heads_q + step.q_head) * p.rows() + first_row;
-    if (i == 0) {
-      ptx::mbarrier_arrive_expect_bytes(smem.k_full(), Traits::kKeyBytes);
-      boxes(smem.keys(), &p.k_map, Traits::kKeyChunkBytes, walk.kv_head, walk.first_key,
-            smem.k_full());
-    }
+    if (i == 0 && !Traits::kTakesCodes) keys(smem.keys(), &p.k_map, smem.k_full());
     const uint32_t q_full = smem.q_full(q_write.stage), do_full = smem.do_full(do_write.stage);
     ptx::mbarrier_wait_idle(smem.q_empty(q_write.stage), q_write.parity);
     ptx::mbarrier_arrive_expect_bytes(q_full, Traits::kQueryBytes + Traits::kRowBytes);
@@ -112,11 +131,7 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
                      Traits::kRowBytes, q_full);
     };
     if (!waits || !p.serves_rows) copy_row_lse();
-    if (i == 0) {
-      ptx::mbarrier_arrive_expect_bytes(smem.v_full(), Traits::kKeyBytes);
-      boxes(smem.values(), &p.v_map, Traits::kKeyChunkBytes, walk.kv_head, walk.first_key,
-            smem.v_full());
-    }
+    if (i == 0 && !Traits::kTakesCodes) keys(smem.values(), &p.v_map, smem.v_full());
     ptx::mbarrier_wait_idle(smem.do_empty(do_write.stage), do_write.parity);
     query_boxes(smem.out_grads(do_write.stage), &p.dout_map, step.q_head, first_row, do_full,
                 smem.do_shared(do_write.stage), do_write.parity ^ 1);

@@ -1,6 +1,7 @@
 // The math role where the two warpgroups share dS: one warpgroup and its 64 keys, and a piece of dQ.
 #pragma once
 
+#include "decode_keys.cuh"
 #include "epilogue.cuh"
 #include "load.cuh"
 #include "query_grads.cuh"
@@ -156,6 +157,10 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       ptx::mbarrier_arrive(smem.do_empty(do_stage(i)));
     };
 
+    if constexpr (Traits::kTakesCodes) {
+      // NOTE: there always is one; if that is not asked, ptxas spills.
+      if (p.k_image != nullptr) decode_keys(p, walk, smem);
+    }
     ptx::mbarrier_wait(smem.k_full(), 0);
     ScoreAcc acc_s;
     Piece acc_dq;

@@ -48,6 +48,15 @@ struct BwdParams {
   const float* input_scale;
   const float* key_mean;
 
+  // Where bwd_kernel reads back k and v itself, which are null then: images of this kind and their factors
+  // (quantize/dequantize.h). bfloat16 and head_dim 128, without a fixed order. Else null.
+  const uint8_t* k_image;
+  const float* k_descale;
+  const uint8_t* v_image;
+  const float* v_descale;
+  const float* v_mean;
+  ElementKind image_kind;
+
   void* dq;  // like q
   void* dk;  // like k
   void* dv;  // like k

@@ -32,6 +32,22 @@ __device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
   return data;
 }
 
+__device__ __forceinline__ void store_shared_x4(uint32_t address, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+// ld.shared.v2: 8 bytes, the address 8-byte aligned.
+__device__ __forceinline__ uint2 load_shared_x2(uint32_t address) {
+  uint2 data;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(data.x), "=r"(data.y)
+               : "r"(address)
+               : "memory");
+  return data;
+}
+
 // ld.shared.v4: 16 bytes, the address 16-byte aligned.
 __device__ __forceinline__ uint4 load_shared_x4(uint32_t address) {
   uint4 data;

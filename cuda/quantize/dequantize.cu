@@ -8,13 +8,14 @@
 namespace jax_fa3 {
 
 cudaError_t launch_dequantize(const DequantizeParams& p, cudaStream_t stream) {
-  if (p.batch < 1 || p.seqlen_q < 1 || p.seqlen_k < 1 || p.num_heads_q < 1 || p.num_heads_kv < 1)
-    return cudaErrorInvalidValue;
+  const bool takes_keys = p.k != nullptr;
+  if (p.batch < 1 || p.seqlen_q < 1 || p.num_heads_q < 1) return cudaErrorInvalidValue;
+  if (takes_keys && (p.seqlen_k < 1 || p.num_heads_kv < 1)) return cudaErrorInvalidValue;
   const auto blocks_of = [&](int64_t seqlen, int64_t heads) {
     return round_up(seqlen, kGranule) / kGranule * heads * p.batch;
   };
-  const int64_t blocks =
-      blocks_of(p.seqlen_q, p.num_heads_q) + 2 * blocks_of(p.seqlen_k, p.num_heads_kv);
+  int64_t blocks = blocks_of(p.seqlen_q, p.num_heads_q);  // the first ones of the grid
+  if (takes_keys) blocks += 2 * blocks_of(p.seqlen_k, p.num_heads_kv);
   if (blocks > INT_MAX) return cudaErrorInvalidValue;
   const DequantizeGrid grid(p);
   const unsigned size = static_cast<unsigned>(blocks);

@@ -30,6 +30,7 @@ struct DequantizeParams {
   // bfloat16, coordinates in their order; q and k stay rotated. q and k are exact (their factors are
   // powers of two), v is rounded.
   void* q;  // [batch, seqlen_q, num_heads_q, head_dim]: code * q_descale
+  // Null for q alone, when nothing of keys and values is read.
   void* k;  // [batch, seqlen_k, num_heads_kv, head_dim]: code * k_descale
   void* v;  // like k: code * v_descale + v_mean
 };

@@ -1,23 +1,12 @@
 // The kernel of the inverse of the quantiser.
 #pragma once
 
-#include <cuda_bf16.h>
-
-#include "../common/layout.h"
+#include "decode.cuh"
 #include "dequantize.h"
-#include "numerics.h"
-#include "rotation.h"
 
 namespace jax_fa3 {
 
 inline constexpr int kDequantizeThreads = 256;
-
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  uint32_t bits;
-  memcpy(&bits, &pair, sizeof(bits));
-  return bits;
-}
 
 // Grid: one block per granule of 128 rows of one head, for q, then k, then v.
 struct DequantizeGrid {
@@ -32,10 +21,9 @@ struct DequantizeGrid {
   }
 };
 
-// 128 rows of a q_image or k_image. Lane t of a quad takes the codes 64 m + 16 t.. of a row, which are the
-// coordinates 64 m + 8 t.. and 64 m + 32 + 8 t.. (rotation.h: image_position). The image holds groups of
-// kGroupRows rows; `descale` has one factor for every `rows_per_descale` rows. `image`, `descale` and
-// `out` start at the first row, of `num_rows`.
+// 128 rows of a q_image or k_image. Lane t of a quad takes the codes 64 m + 16 t.. of a row. The image
+// holds groups of kGroupRows rows; `descale` has one factor for every `rows_per_descale` rows. `image`,
+// `descale` and `out` start at the first row, of `num_rows`.
 template <int kHeadDim, int kGroupRows>
 __device__ __forceinline__ void dequantize_rows(const uint8_t* image, const float* descale,
                                                 int rows_per_descale, ElementKind kind,
@@ -49,24 +37,17 @@ __device__ __forceinline__ void dequantize_rows(const uint8_t* image, const floa
 #pragma unroll
     for (int m = 0; m < kHeadDim / 64; ++m) {
       const int64_t offset = row_image_offset(kHeadDim, kGroupRows, row, 64 * m + 16 * t);
-      const uint4 codes = __ldg(reinterpret_cast<const uint4*>(image + offset));
-      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-      uint32_t pairs[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t pair = widen_pair(words[i / 2] >> 16 * (i % 2), kind);
-        pairs[i] = pack_bf16(pair_low(pair, false) * scale, pair_high(pair, false) * scale);
-      }
+      uint4 values[2];
+      decode_row(__ldg(reinterpret_cast<const uint4*>(image + offset)), scale, kind, values);
       uint4* place =
           reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * row_elements + 64 * m + 8 * t);
-      place[0] = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
-      place[4] = uint4{pairs[4], pairs[5], pairs[6], pairs[7]};
+      place[0] = values[0];
+      place[4] = values[1];
     }
   }
 }
 
-// A granule of the v_image [head_dim][128], turned back in registers: a thread takes 8 channels of 8 keys,
-// as in quantize_values.cuh, which are 8 bytes of each channel.
+// A granule of the v_image [head_dim][128].
 template <int kHeadDim>
 __device__ __forceinline__ void dequantize_values(const uint8_t* image, const float* descale,
                                                   const float* mean, ElementKind kind, int num_keys,
@@ -76,37 +57,19 @@ __device__ __forceinline__ void dequantize_values(const uint8_t* image, const fl
   const int t = lane % 4;
   // A warp takes 32 keys of 64 channels.
   for (int part = warp; part < 4 * (kHeadDim / 64); part += kWarps) {
-    const int channel = part / 4 * 64 + lane / 4 * 8;
-    const int key = part % 4 * 32 + t / 2 * 16 + t % 2 * 4;  // and its next three, and those + 8
+    const ValuePatch patch{part / 4 * 64 + lane / 4 * 8, part % 4 * 32 + t / 2 * 16, t % 2};
     uint2 codes[8];
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      codes[c] = __ldg(reinterpret_cast<const uint2*>(
-          image + value_image_offset(channel + c, key & ~15) + t % 2 * 8));
-    }
-    uint32_t pairs[8][4];  // [key][two channels]
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 scale = __ldg(reinterpret_cast<const float2*>(descale + channel) + w);
-      const float2 shift = __ldg(reinterpret_cast<const float2*>(mean + channel) + w);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // two keys each, in the order of a channel's bytes
-        const int front = i / 2 * 2 + i % 2 * 4;
-        const uint2 a = codes[2 * w], b = codes[2 * w + 1];
-        const uint32_t even = widen_pair((i < 2 ? a.x : a.y) >> 16 * (i % 2), kind);
-        const uint32_t odd = widen_pair((i < 2 ? b.x : b.y) >> 16 * (i % 2), kind);
-        pairs[front][w] = pack_bf16(fmaf(pair_low(even, false), scale.x, shift.x),
-                                    fmaf(pair_low(odd, false), scale.y, shift.y));
-        pairs[front + 1][w] = pack_bf16(fmaf(pair_high(even, false), scale.x, shift.x),
-                                        fmaf(pair_high(odd, false), scale.y, shift.y));
-      }
-    }
+    for (int c = 0; c < 8; ++c)
+      codes[c] = __ldg(reinterpret_cast<const uint2*>(image + patch.offset(c)));
+    uint4 values[8];
+    decode_values(codes, ValueFactors(descale + patch.channel, mean + patch.channel), kind, values);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int row = key + i % 4 + i / 4 * 8;
+      const int row = patch.key(i);
       if (row >= num_keys) continue;
-      *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * row_elements + channel) =
-          uint4{pairs[i][0], pairs[i][1], pairs[i][2], pairs[i][3]};
+      *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * row_elements + patch.channel) =
+          values[i];
     }
   }
 }

@@ -299,21 +299,57 @@ def test_where_the_gradient_runs_and_what_explain_says(
     args = [jax.ShapeDtypeStruct((2, n, 3, head_dim), jnp.bfloat16) for n in (70, 90, 90)]
     text = cuda_text(jax.grad(loss_of(attend(**options)), (0, 1, 2)), *args)
     explained = str(jax_fa3.explain(*args, **options))
-    assert "the backward pass runs CUDA (jax_fa3_bwd)" in explained
+    reads_images = precision == "fp8" and head_dim == 128 and not deterministic
+    target = "jax_fa3_bwd_fp8" if reads_images else "jax_fa3_bwd"
+    assert f"the backward pass runs CUDA ({target})" in explained
+    assert ("jax_fa3_dequantize" in calls(text)) == (precision == "fp8" and not reads_images)
+    assert ("jax_fa3_dequantize_query" in calls(text)) == reads_images
     assert ("% longer" in explained) == (deterministic and head_dim != 256)
-    assert attributes(text, "jax_fa3_bwd")["deterministic"] == str(deterministic).lower()
-    _, results = types(text, "jax_fa3_bwd")
+    assert attributes(text, target)["deterministic"] == str(deterministic).lower()
+    _, results = types(text, target)
     in_order = deterministic or head_dim == 256
     sum_rows = 0 if in_order else 128
     assert results[-1] == f"2x3x{sum_rows}x{head_dim}xf32"
     # Where no launch follows the sum in memory, the rotation is taken back by a call of its own.
     is_rotated = precision == "fp8"
-    assert attributes(text, "jax_fa3_bwd")["rotated"] == str(is_rotated and not in_order).lower()
+    assert attributes(text, target)["rotated"] == str(is_rotated and not in_order).lower()
     assert ("jax_fa3_unrotate" in calls(text)) == (is_rotated and in_order)
+
+
+@pytest.mark.parametrize("image", ["e4m3", "e5m2"])
+def test_the_backward_pass_that_reads_images(image: str) -> None:
+    """Of key and value it takes what the quantiser wrote, and of query the array."""
+    args = [jax.ShapeDtypeStruct((2, *n, 128), jnp.bfloat16) for n in ((70, 6), (130, 3), (130, 3))]
+    attention = attend(is_causal=True, quantization=Quantization(dtype=image))
+    text = cuda_text(jax.grad(loss_of(attention), (0, 1, 2)), *args)
+    float8 = {"e4m3": "f8E4M3FN", "e5m2": "f8E5M2"}[image]
+    query = "2x70x6x128xbf16"
+    images = [f"2x3x256x128x{float8}", "2x3x2xf32", f"2x3x2x128x128x{float8}"]
+    assert types(text, "jax_fa3_dequantize_query") == (
+        [f"2x6x128x128x{float8}", "2x6x128xf32"],
+        [query],
+    )
+    operands, results = types(text, "jax_fa3_bwd_fp8")
+    rows = ["2x6x70xf32", query, "2x6x70xf32"]
+    assert operands == [
+        *(query, *images, "2x3x128xf32", "2x3x128xf32"),
+        *(query, *rows, "f32", "f32", "2x3x128xf32"),
+    ]
+    assert results == [
+        *(query, "2x130x3x128xbf16", "2x130x3x128xbf16"),
+        *("2x6x2xf32", "2x6x128x4xf32", "2x6x128x4xf32", "2x6x128x128xf32"),
+    ]
+    assert attributes(text, "jax_fa3_bwd_fp8") == {
+        "is_causal": "true",
+        "bottom_right": "true",
+        "wants_scale_grads": "false",
+        "deterministic": "false",
+        "rotated": "true",
+    }
 
 
 def test_gradients_of_float16_inputs_are_taken_back_by_a_call_of_their_own() -> None:
     args = [jax.ShapeDtypeStruct((2, n, 3, 128), jnp.float16) for n in (70, 90, 90)]
     text = cuda_text(jax.grad(loss_of(attend()), (0, 1, 2)), *args)
-    assert attributes(text, "jax_fa3_bwd")["rotated"] == "false"
+    assert attributes(text, "jax_fa3_bwd_fp8")["rotated"] == "false"
     assert "jax_fa3_unrotate" in calls(text)
