@@ -125,8 +125,8 @@ RULES = (
     _native("256", 32),
     Rule(
         family="backward",
-        pattern=r"bwd_kernel.*(Lb0E|Codes)",
-        at_least=4,
+        pattern=r"bwd_(causal_)?kernel.*(Lb0E|Codes)",
+        at_least=8,
         required=(("HGMMA",), LOADS, ("USETMAXREG",), ("UBLKRED",), ("STSM",)),
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
         exponentials=Exponentials("MUFU.EX2", 32),

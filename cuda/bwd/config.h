@@ -76,7 +76,7 @@ struct BwdTraits {
   static constexpr int kDqBarrier = 1, kDqThreads = 32 * kStagingWarps;
   // Whether two CTAs may share the copies of Q and dO, a chunk each: see kernel.cuh.
   static constexpr bool kCanPair = kHeadDim == 128 && kMakesDq;
-  // Whether CTAs may clear the sums of dQ of later heads: see clear.cuh.
+  // Whether CTAs may clear the sums of dQ of later heads and prepare their rows: see clear.cuh, serve.cuh.
   static constexpr bool kServes = kHeadDim == 128 && kMakesDq;
   // Whether K and V come as codes, which wait in the buffers of dS: see decode_keys.cuh.
   static constexpr bool kTakesCodes = std::is_same_v<Config, BwdCodesD128>;

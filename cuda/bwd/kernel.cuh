@@ -3,8 +3,11 @@
 // registers to the end, dQ is added up in global memory. rows.cuh holds the kernels before and
 // after it. Without kMakesDq dQ is left to bwd_dq_kernel.
 //
+// bwd_causal_kernel is the same for launches with a causal mask where kServes: it may prepare rows, and has no
+// pairs. The other has no code for that, which would cost it 2 %.
+//
 // Roles      warpgroup 0 = load: one thread issues every copy. kServes: for a kv head that comes later it
-//            clears dq_acc too (clear.cuh), and under a causal mask warps 1 to 3 prepare rows (serve.cuh).
+//            clears dq_acc too (clear.cuh), and with a causal mask warps 1 to 3 prepare rows (serve.cuh).
 //            The last two = math: 64 keys each.
 //            kApart: warpgroup 1 = dQ, and the math warpgroups run free of one another. Else the math
 //            warpgroups make dQ too, a 64 x 64 piece of every step each, from all 128 keys.
@@ -16,7 +19,7 @@
 //            of dV and dK leave through v, or (joint, without kMakesDq) through the staging.
 // mbarriers  name         arrivals          waiter   meaning
 //            k_full       1 + bytes         math,dQ  the CTA's keys have landed (once)
-//            v_full       1 + bytes         math     likewise its values; kTakesCodes: of either the codes
+//            v_full       1 + bytes         math     likewise its values (service warps wait too); kTakesCodes: of either the codes
 //            q_full[s]    1 + bytes         math     q stage s and its row_lse have landed
 //            q_empty[s]   math threads      load     S and dK of the step are done
 //            do_full[s]   1 + bytes         math     dout stage s and its row_delta have landed; kServes: and
@@ -59,9 +62,9 @@
 
 namespace jax_fa3 {
 
-template <class Config>
-__global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
-    bwd_kernel(const __grid_constant__ BwdParams p) {
+// kCanServeRows: as in bwd_load_loop.
+template <class Config, bool kCanServeRows>
+__device__ __forceinline__ void bwd_roles(const BwdParams& p) {
   using Traits = BwdTraits<Config>;
   extern __shared__ uint8_t dynamic_smem[];
   const BwdSmem<Config> smem(dynamic_smem);
@@ -82,7 +85,7 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
     bwd_init_barriers(smem);
     ptx::let_next_launch_start();
   }
-  if (Traits::kCanPair && p.is_paired) {
+  if (Traits::kCanPair && !kCanServeRows && p.is_paired) {
     ptx::cluster_sync();
   } else {
     __syncthreads();
@@ -90,14 +93,14 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::release_registers<Traits::kLoadRegisters>();
-    if constexpr (Traits::kServes) {
+    if constexpr (kCanServeRows) {
       const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
       if (warp > 0) {
         bwd_serve<Config>(p, smem, warp - 1);
         return;
       }
     }
-    if (threadIdx.x == 0) bwd_load_loop<Config>(p, smem);
+    if (threadIdx.x == 0) bwd_load_loop<Config, kCanServeRows>(p, smem);
     return;
   }
   if constexpr (Traits::kDqRole) {
@@ -115,6 +118,18 @@ __global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
   else
     bwd_math_loop<Config>(p, smem, math_warpgroup);
   if constexpr (Traits::kMakesDq && !Traits::kDqRole) count_query_grads<Config>(p);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
+    bwd_kernel(const __grid_constant__ BwdParams p) {
+  bwd_roles<Config, false>(p);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(BwdTraits<Config>::kThreads, 1)
+    bwd_causal_kernel(const __grid_constant__ BwdParams p) {
+  bwd_roles<Config, true>(p);
 }
 
 }  // namespace jax_fa3

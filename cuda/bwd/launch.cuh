@@ -93,12 +93,20 @@ inline void plan_service(BwdParams* p) {
   p->first_served = counts ? ahead.first : p->batch * p->num_heads_kv;
 }
 
+// A kernel that walks over the queries of each block of keys.
+template <auto kKernel, class Config>
+cudaError_t launch_keys(const BwdParams& params, cudaStream_t stream) {
+  constexpr int kBytes = BwdSmem<Config>::kAllocation;
+  const cudaError_t status = allow_shared_memory<kKernel>(kBytes);
+  if (status != cudaSuccess) return status;
+  return launch_kernel<kKernel>(params.order.num_tiles(), BwdTraits<Config>::kThreads, kBytes,
+                                pair_attribute(params.is_paired), params, stream);
+}
+
 template <class Config>
 cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   using Traits = BwdTraits<Config>;
-  constexpr auto kKernel = keys_kernel<Config>();
   cudaError_t status = encode_maps<Traits>(&params, Traits::kBlockKv);
-  if (status == cudaSuccess) status = allow_shared_memory<kKernel>(BwdSmem<Config>::kAllocation);
   if (status != cudaSuccess) return status;
 
   const int64_t group = params.num_heads_q / params.num_heads_kv;
@@ -123,8 +131,12 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   // Neighbouring tiles are neighbouring key blocks of a head, and without a mask the same queries see
   // both.
   params.is_paired = Traits::kCanPair && !params.is_causal && key_blocks % 2 == 0;
-  status = launch_kernel<kKernel>(k_tiles, Traits::kThreads, BwdSmem<Config>::kAllocation,
-                                  pair_attribute(params.is_paired), params, stream);
+  if constexpr (Traits::kServes) {
+    status = params.is_causal ? launch_keys<&bwd_causal_kernel<Config>, Config>(params, stream)
+                              : launch_keys<&bwd_kernel<Config>, Config>(params, stream);
+  } else {
+    status = launch_keys<keys_kernel<Config>(), Config>(params, stream);
+  }
   if (status != cudaSuccess) return status;
   if constexpr (Traits::kMakesDq) {
     return launch_kernel<&bwd_queries_kernel<Config>>(rows / kPieceRows, 128, 0,

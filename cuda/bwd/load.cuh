@@ -78,7 +78,8 @@ __device__ __forceinline__ void load_codes(uint32_t destination, const uint8_t* 
   ptx::copy_bulk(destination, image + walk.granule * kBytes, kBytes, barrier);
 }
 
-template <class Config>
+// kCanServeRows: the launch has a causal mask, and other CTAs may have prepared the rows of this one.
+template <class Config, bool kCanServeRows = false>
 __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<Config>& smem) {
   using Traits = BwdTraits<Config>;
   const BwdWalk<Config> walk(p);
@@ -100,10 +101,11 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     load_codes(smem.score_grads(1), p.v_image, walk, smem.v_full());
   }
   // Of a pair each CTA brings one chunk of a tile to both, once both have given the stage back.
-  const uint32_t rank = Traits::kCanPair ? ptx::cluster_rank() : 0;
+  constexpr bool kCanPair = Traits::kCanPair && !kCanServeRows;
+  const uint32_t rank = kCanPair ? ptx::cluster_rank() : 0;
   const auto query_boxes = [&](uint32_t destination, const CUtensorMap* map, int head, int position,
                                uint32_t full, uint32_t shared, uint32_t parity) {
-    if (!Traits::kCanPair || !p.is_paired) {
+    if (!kCanPair || !p.is_paired) {
       boxes(destination, map, Traits::kQueryChunkBytes, head, position, full);
       return;
     }
@@ -125,20 +127,22 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     ptx::mbarrier_arrive_expect_bytes(q_full, Traits::kQueryBytes + Traits::kRowBytes);
     query_boxes(smem.queries(q_write.stage), &p.q_map, step.q_head, first_row, q_full,
                 smem.q_shared(q_write.stage), q_write.parity ^ 1);
-    const bool waits = Traits::kServes && i == (p.serves_rows ? 0 : min(1, walk.num_steps - 1));
+    const bool has_rows = !kCanServeRows || !p.serves_rows;
+    const bool waits = Traits::kServes && i == (has_rows ? min(1, walk.num_steps - 1) : 0);
     const auto copy_row_lse = [&] {
       ptx::copy_bulk(smem.row_lse(q_write.stage), p.row_lse + row * bwd_row_words(Traits::kHeadDim),
                      Traits::kRowBytes, q_full);
     };
-    if (!waits || !p.serves_rows) copy_row_lse();
+    if (!waits || has_rows) copy_row_lse();
     if (i == 0 && !Traits::kTakesCodes) keys(smem.values(), &p.v_map, smem.v_full());
     ptx::mbarrier_wait_idle(smem.do_empty(do_write.stage), do_write.parity);
     query_boxes(smem.out_grads(do_write.stage), &p.dout_map, step.q_head, first_row, do_full,
                 smem.do_shared(do_write.stage), do_write.parity ^ 1);
     // No dQ is added before dO of the second step is there, unless there is but one.
+    static_assert(!Traits::kServes || !Traits::kDqRole, "dQ of a step is added in the next one");
     if (waits) {
       wait_for_service(p, walk.batch, walk.kv_head);
-      if (p.serves_rows) copy_row_lse();
+      if (!has_rows) copy_row_lse();
     }
     // NOTE: only now, since by this arrival the warps that add dQ learn that it has been cleared. Bytes may
     // have come before.

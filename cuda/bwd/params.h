@@ -62,7 +62,8 @@ struct BwdParams {
   void* dv;  // like k
   float*
       scale_grads;  // [batch, num_heads_q, rows / 64]: parts of the gradient of softmax_scale, or 0
-  float* row_lse;   // workspace [batch, num_heads_q, rows, bwd_row_words]: what S starts from
+  float*
+      row_lse;  // workspace [batch, num_heads_q, rows, bwd_row_words]: what S starts from; and service_counter
   float* row_delta;  // workspace, like row_lse: what dP starts from; and dq_counter
   float* dq_acc;     // workspace [batch, num_heads_q, rows / 64, head_dim / 64] pieces, where dQ
                      // has no fixed order

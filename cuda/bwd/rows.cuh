@@ -56,7 +56,7 @@ __device__ __forceinline__ float load_row(const float* rows, int64_t row) {
 }
 
 // x / y to the last bit or the one before, without the call that `/` is: the service role has no registers
-// for one. 2^-64 <= |y|.
+// for one. 2^-64 <= |y| <= 2^126.
 __device__ __forceinline__ float quotient(float x, float y) {
   const float inverse = __fdividef(1.0f, y), first = x * inverse;
   return fabsf(first) < 0x1p+100f ? fmaf(inverse, fmaf(-y, first, x), first) : first;
@@ -121,12 +121,11 @@ __global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ B
   }
   const float sum = row_sum<Traits::kIsBf16, kLanes>(a, b);
   if (lane == 0) store_row_numbers<Traits>(p, flat, head * p.seqlen_q + row, row, sum, false);
-  if constexpr (Traits::kServes) {
+  if (Traits::kServes && p.serves_rows) {
     // The counters of the heads whose rows bwd_kernel prepares.
-    const int64_t threads = static_cast<int64_t>(gridDim.x) * 128;
-    for (int64_t i =
-             static_cast<int64_t>(gridDim.x) * kRowsHere / rows + blockIdx.x * 128 + threadIdx.x;
-         i < static_cast<int64_t>(p.batch) * p.num_heads_q; i += threads)
+    const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads_q;
+    for (int64_t i = p.first_served * group + blockIdx.x * 128 + threadIdx.x; i < heads;
+         i += static_cast<int64_t>(gridDim.x) * 128)
       p.clear_counters(i);
   }
 }
