@@ -19,7 +19,8 @@
 //            of dV and dK leave through v, or (joint, without kMakesDq) through the staging.
 // mbarriers  name         arrivals          waiter   meaning
 //            k_full       1 + bytes         math,dQ  the CTA's keys have landed (once)
-//            v_full       1 + bytes         math     likewise its values (service warps wait too); kTakesCodes: of either the codes
+//            v_full       1 + bytes         math     likewise its values; kTakesCodes: of either the codes. Service
+//                                                    warps wait for it too
 //            q_full[s]    1 + bytes         math     q stage s and its row_lse have landed
 //            q_empty[s]   math threads      load     S and dK of the step are done
 //            do_full[s]   1 + bytes         math     dout stage s and its row_delta have landed; kServes: and
