@@ -49,7 +49,8 @@ def pairs() -> list[list[Contender]]:
 
 
 def launch(flags: argparse.Namespace) -> None:
-    """Launches each kernel once between start and stop of the profiler; prints who it was."""
+    """Launches each kernel between start and stop of the profiler; prints who it was, once for each
+    launch: a short call stands several times in its program."""
     driver = ctypes.CDLL("libcuda.so.1")
     for shape in shapes(flags):
         for pair in pairs():
@@ -61,11 +62,12 @@ def launch(flags: argparse.Namespace) -> None:
                 driver.cuProfilerStart()
                 side.wait(side.launch())
                 driver.cuProfilerStop()
-                print(f"launched {shape.name} {contender.label}", flush=True)
+                for _ in range(side.launches):
+                    print(f"launched {shape.name} {contender.label}", flush=True)
 
 
 def counted(flags: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Counters by "shape contender", from a second process under Nsight Compute."""
+    """Counters by "shape contender", of the last launch in another process under Nsight Compute."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise text.UsageError("ncu (Nsight Compute) must be on PATH")
