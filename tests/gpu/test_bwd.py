@@ -116,12 +116,14 @@ def test_keys_from_images_are_those_from_arrays(causal: str | None, image_dtype:
             dout, dlogsumexp = results
             scale = jnp.float32(np.log(2))
             images = _ffi.quantize_operands(
-                *(x[name] for name in reference.MAIN),
-                *(jnp.float32(0.1), jnp.float32(1)),
-                image_dtype=image_dtype,
-                hadamard=True,
-                smooth_key=True,
-                center_value=True,
+                _ffi.QuantizerInputs(
+                    *(x[name] for name in reference.MAIN),
+                    *(jnp.float32(0.1), jnp.float32(1)),
+                    image_dtype=image_dtype,
+                    hadamard=True,
+                    smooth_key=True,
+                    center_value=True,
+                )
             )
             query, key, value = _ffi.dequantize_operands(images, **sizes)
             out, logsumexp = _ffi.fwd_native(query, key, value, scale, **masks)
