@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tolerances
@@ -178,18 +179,39 @@ def test_noise_is_beyond_the_limit_for_huge_logits_only() -> None:
     assert tolerances.NOISE * relative(2e3 / 16) > tolerances.BACKWARD_F16.rel_l2
 
 
-def test_the_forward_limit_knows_what_rounding_may_cost_a_head() -> None:
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"presets": ("fast",)},
+        # The keys lose a bit.
+        {"presets": ("e5m2 fast",), "stored": ("e5m2", "e4m3", "e5m2"), "descale": "scalar"},
+    ],
+)
+def test_the_forward_limit_knows_what_rounding_may_cost_a_head(own: dict[str, Any]) -> None:
     """Of two keys the model may be exact by chance; of ordinary heads it is the expected error."""
+    (preset,) = own["presets"]
     for lengths, low, high in (((2, 2), 0.0, 3.0), ((37, 53), 0.5, 1.5)):
-        case = small_case(seqlen_q=lengths[0], seqlen_k=lengths[1], data=("normal", "normal"))
+        lengths_of_case = {"seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+        case = small_case(**lengths_of_case, data=("normal", "normal"), **own)
         inputs, options = case.inputs(0), {"causal": case.causal, "softmax_scale": None}
         exact = reference.exact(inputs, **options)
-        model = reference.model_of(case.options("fast"), inputs, **options)
-        units = {"p_unit": tolerances.LINEAR_P_UNIT, "operand_unit": tolerances.FP8_UNITS["e4m3"]}
-        noise = reference.fp8_noise(inputs, **options, **units)
+        model = reference.model_of(case.options(preset), inputs, **options)
+        noise = soak_checks.expected_rounding(case, preset, inputs)
         share = tolerances.rel_l2(model.out, exact.out) / noise
         assert (share >= low).all()
         assert (share <= high).all()
+
+
+def test_descales_are_the_quotients_of_the_kernels() -> None:
+    amax = np.random.default_rng(0).uniform(1, 8, 1000).astype(np.float32)
+    amax[0] = 0
+    found, inverse = (
+        np.asarray(x) for x in jax.jit(soak_checks.quotient_factors, static_argnums=1)(amax, 448.0)
+    )
+    np.testing.assert_array_equal(found[1:], amax[1:] / np.float32(448))
+    assert (found[0], inverse[0]) == (1, 1)
+    product = amax[1:] * np.float32(1 / 448)
+    assert (found[1:] != product).mean() > 0.1  # what the XLA path has
 
 
 def test_a_row_without_a_number_may_move_other_rows_by_rounding_only() -> None:
