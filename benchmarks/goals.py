@@ -122,7 +122,7 @@ def goals_table(page: str, rows: list[Row]) -> str:
         if every:
             over = RIVALS[goal.over] if goal.over else "the faster rival"
             limits = ["-" if x is None else f"{x:g}" for x in (goal.floor, goal.goal)]
-            reached = sum(round(x, 2) >= goal.goal for x in every)
+            reached = sum(x >= goal.goal for x in every)
             ranges = [_range(found[causal]) for causal in (False, True)]
             lines.append([goal.name, over, *limits, *ranges, f"{reached} of {len(every)}"])
     header = ["what", "over", "at least", "goal", "without a mask", "causal", "have the goal"]
@@ -149,7 +149,7 @@ def order_table(rows: list[Row]) -> str:
 
 
 def _range(values: list[float]) -> str:
-    """E.g. 1.03 to 1.08."""
+    """E.g. 1.030 to 1.084."""
     if not values:
         return "-"
-    return " to ".join(dict.fromkeys(f"{x:.2f}" for x in (min(values), max(values))))
+    return " to ".join(dict.fromkeys(f"{x:.3f}" for x in (min(values), max(values))))

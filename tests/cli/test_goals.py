@@ -39,13 +39,13 @@ def test_goals_stand_beside_what_was_reached(goals):
     ]
     forward = goals.goals_table("forward", rows).splitlines()
     long, large = (line.split(" | the faster rival | 1.1 | 1.3 | ") for line in forward[2:])
-    assert long == ["| FP8 D=128, 4k and longer", "1.30 | 1.20 to 1.30 | 2 of 3 |"]
-    assert large == ["| FP8 D=128, batch 16, 8k", "- | 1.10 | 0 of 1 |"]
+    assert long == ["| FP8 D=128, 4k and longer", "1.296 | 1.200 to 1.304 | 1 of 3 |"]
+    assert large == ["| FP8 D=128, batch 16, 8k", "- | 1.100 | 0 of 1 |"]
     backward = goals.goals_table("backward", rows)
-    assert "8k | flash-attn3-jax | 1.15 | 1.15 | - | 1.12 | 0 of 1 |" in backward
-    assert "8k | cuDNN | 1.3 | 1.3 | - | 1.30 | 1 of 1 |" in backward
+    assert "8k | flash-attn3-jax | 1.15 | 1.15 | - | 1.120 | 0 of 1 |" in backward
+    assert "8k | cuDNN | 1.3 | 1.3 | - | 1.300 | 1 of 1 |" in backward
     quantiser = goals.goals_table("quantiser", rows)
-    assert "8k, 8 query heads to a key head | the kernel alone | - | 0.92 | - | 0.95 |" in quantiser
+    assert "8 query heads to a key head | the kernel alone | - | 0.92 | - | 0.950 |" in quantiser
     assert goals.goals_table("quantiser", rows[:1]) == ""
 
 
@@ -59,5 +59,5 @@ def test_what_a_fixed_order_costs_is_taken_shape_by_shape(goals):
         {"kind": "soak"},
     ]
     lines = goals.order_table(rows).splitlines()
-    assert lines[2:] == ["| 128 | - | 1.15 |"]
+    assert lines[2:] == ["| 128 | - | 1.150 |"]
     assert goals.order_table(rows[2:]) == ""
