@@ -134,7 +134,7 @@ def test_our_files_hold_the_markers(name):
 
 
 def test_our_tables_are_those_of_the_committed_results():
-    names = ("h200", "h200_errors", "h200_errors_earlier", "h200_utilisation", "h200_ablation")
+    names = ("h200", "h200_errors", "h200_utilisation", "h200_ablation")
     files = [BENCHMARKS / "results" / f"{name}.json" for name in names]
     done = run(BENCHMARKS / "table.py", *files, "--check", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -170,7 +170,7 @@ def test_what_a_fixed_order_costs_is_that_of_the_committed_results(head_dim):
     for row in rows:
         if (row["kind"], row["impl"], row["head_dim"]) == ("bwd", "jax_fa3", head_dim):
             shape = row["seqlen_q"], row["is_causal"]
-            times.setdefault(shape, {})[row["preset"] == "deterministic"] = row["ms"]
+            times.setdefault(shape, {}).setdefault(row["preset"] == "deterministic", row["ms"])
     longer = [100 * (both[True] / both[False] - 1) for both in times.values() if True in both]
     assert len(longer) >= 4
     assert -3 <= jax_fa3._explain._COST_OF_ORDER[head_dim] - max(longer) <= 10
