@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cases
 import jax
 import numpy as np
 import pytest
@@ -212,6 +213,21 @@ def test_descales_are_the_quotients_of_the_kernels() -> None:
     assert (found[0], inverse[0]) == (1, 1)
     product = amax[1:] * np.float32(1 / 448)
     assert (found[1:] != product).mean() > 0.1  # what the XLA path has
+
+
+def test_means_are_the_quotients_of_the_kernels() -> None:
+    """A key without the mean of three is often a tie of e4m3, and must stay one."""
+    keys = np.random.default_rng(0).standard_normal((4, 3, 4, 256)).astype(cases.BFLOAT16)
+    keys = keys.astype(np.float32)
+
+    centred = jax.jit(lambda x: x - soak_checks.quotient_mean(x, None)[:, None])(keys)
+    expected = keys - (keys.sum(axis=1) / np.float32(3))[:, None]
+    np.testing.assert_array_equal(centred, expected)
+    # What XLA may compute instead: the difference from the sum times 1 / 3, rounded once.
+    third = np.float64(np.float32(1 / 3))
+    fused = (keys - keys.sum(axis=1, dtype=np.float64)[:, None] * third).astype(np.float32)
+    moved = fused.astype(cases.E4M3) != expected.astype(cases.E4M3)
+    assert moved.mean() > 1e-3
 
 
 def test_a_row_without_a_number_may_move_other_rows_by_rounding_only() -> None:
