@@ -11,7 +11,9 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_x4(uint32_t address, int4 value) {
+// st.shared.v4: 16 bytes, the address 16-byte aligned; int4 or uint4.
+template <class Vector>
+__device__ __forceinline__ void store_shared_x4(uint32_t address, Vector value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
                "r"(value.y), "r"(value.z), "r"(value.w)
                : "memory");
@@ -30,12 +32,6 @@ __device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
                : "r"(address)
                : "memory");
   return data;
-}
-
-__device__ __forceinline__ void store_shared_x4(uint32_t address, uint4 value) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
-               "r"(value.y), "r"(value.z), "r"(value.w)
-               : "memory");
 }
 
 // ld.shared.v2: 8 bytes, the address 8-byte aligned.
