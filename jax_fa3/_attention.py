@@ -170,7 +170,7 @@ def attention(
       Forward-mode and second order need implementation="xla".
     Numerics: docs/design/numerics.md. Source: FlashAttention-3, arXiv:2407.08608.
     """
-    return run(
+    out, logsumexp = run(
         "attention",
         query,
         key,
@@ -200,6 +200,7 @@ def attention(
             "deterministic": deterministic,
         },
     )
+    return (out, logsumexp) if return_logsumexp else out
 
 
 @_compat.any_rank
@@ -214,10 +215,11 @@ def run(
     return_logsumexp: bool,
     implementation: Literal["cuda", "xla"] | None,
     spelled: Mapping[str, str] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """`attention` under another public name: arrays are its array options, static the others.
 
-    spelled: that function's own names for some of them.
+    return_logsumexp: else the logsumexp that is returned must not be used: it has no gradient.
+    spelled: that function's own names for some of the options.
     """
     options = {
         **arrays,
@@ -239,9 +241,8 @@ def run(
     constant_scale = not isinstance(arrays.get("softmax_scale"), jax.Array)
     arrays = {name: _fold.as_operand(name, x) for name, x in arrays.items() if x is not None}
     given = {**main, **arrays}
-    core = _core(function, config, plan.path, only_cuda, constant_scale)
-    out, logsumexp = _over_leading(given, main["query"].ndim - 3, core)
-    return (out, logsumexp) if return_logsumexp else out
+    core = _core(function, config, plan.path, only_cuda, constant_scale, return_logsumexp)
+    return _over_leading(given, main["query"].ndim - 3, core)
 
 
 def _check_placement(function: str, name: str, x: jax.Array, only_cuda: bool) -> None:
@@ -305,12 +306,20 @@ def _core(
     path: Literal["cuda", "xla"],
     only_cuda: bool,
     constant_scale: bool,
+    returns_logsumexp: bool,
 ) -> Callable[[Operands], tuple[jax.Array, jax.Array]]:
     """The function of rank-4 operands that the plan chose, for the mesh it is traced under."""
 
     def kernel(operands: Operands) -> tuple[jax.Array, jax.Array]:
         arrays = _local.present(operands)
-        call = _local.Call(config, tuple(arrays), only_cuda, function, constant_scale)
+        call = _local.Call(
+            config,
+            tuple(arrays),
+            only_cuda,
+            function,
+            constant_scale,
+            returns_logsumexp=returns_logsumexp,
+        )
         values = [x[None] if name in _local.UNBATCHED else x for name, x in arrays.items()]
         if _compat.in_manual_region():
             values = _compat.mark_varying(values)

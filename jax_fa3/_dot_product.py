@@ -128,7 +128,7 @@ def dot_product_attention(
     window = local_window_size
     if isinstance(window, (int, np.integer)) and not isinstance(window, bool):
         window = (int(window), int(window))
-    result = _attention.run(
+    out, logsumexp = _attention.run(
         _NAME,
         query,
         key,
@@ -147,11 +147,10 @@ def dot_product_attention(
             "precision": precision,
             "quantization": quantization,
         },
-        return_logsumexp=True,
+        return_logsumexp=return_residual,
         implementation=implementation,
         spelled=_SPELLED,
     )
-    out, logsumexp = result
     if not return_residual:
         return out
     residual = jnp.swapaxes(logsumexp, -1, -2).astype(out.dtype)

@@ -209,7 +209,9 @@ def _fp8(
         images, seqlen_q=seqlen_q, seqlen_k=key.shape[1], deterministic=config.deterministic
     )
     rotated = _shapes.uses_hadamard(config, query, key)
-    mean = _fp8_model.key_mean(key) if config.quantization.smooth_key else None
+    # A row's gradients sum to dlogsumexp, and the mean meets nothing but that sum.
+    meets_mean = config.quantization.smooth_key and call.returns_logsumexp
+    mean = _fp8_model.key_mean(key) if meets_mean else None
     rotation = None
     if rotated and call.constant_scale:
         no_mean = jnp.zeros((key.shape[0], *key.shape[2:]), jnp.float32)

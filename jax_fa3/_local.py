@@ -56,6 +56,7 @@ class Call(NamedTuple):
       of_part: the keys are a part of those that gave the results which the backward pass is given.
       keeps_images: a backward pass follows, which quantises the same arrays: where that is a call
         of its own, XLA runs it once for both.
+      returns_logsumexp: the caller sees logsumexp; else it is a residual, whose cotangent is 0.
     """
 
     config: Config
@@ -65,6 +66,7 @@ class Call(NamedTuple):
     constant_scale: bool
     of_part: bool = False
     keeps_images: bool = False
+    returns_logsumexp: bool = True
 
     def operands(self, arrays: Sequence[jax.Array]) -> Operands:
         """The operands from their arrays in the order of names."""

@@ -162,7 +162,7 @@ def attention_varlen(
             "quantization": quantization,
             "deterministic": deterministic,
         },
-        return_logsumexp=True,
+        return_logsumexp=return_logsumexp,
         implementation="xla",
     )
     total = query.shape[0]

@@ -208,7 +208,7 @@ def _attend(request: _Request, options: dict[str, Any]) -> jax.Array:
             static["is_causal"] = static["is_causal"] or meaning == "causal"
     if mask is not None:
         mask = jnp.asarray(mask) != 0
-    out = _attention.run(
+    out, _ = _attention.run(
         request.function,
         query,
         request.key,
@@ -219,9 +219,9 @@ def _attend(request: _Request, options: dict[str, Any]) -> jax.Array:
             **{name: options[name] for name in _ARRAYS if name in options},
         },
         static=static,
-        return_logsumexp=True,
+        return_logsumexp=False,
         implementation=implementation,
-    )[0]
+    )
     return out
 
 

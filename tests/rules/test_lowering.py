@@ -348,6 +348,22 @@ def test_the_backward_pass_that_reads_images(image: str) -> None:
     }
 
 
+@pytest.mark.parametrize("returns", [False, True])
+def test_the_mean_of_the_keys_is_computed_where_the_logsumexp_has_a_gradient(returns: bool) -> None:
+    args = [jax.ShapeDtypeStruct((2, n, 3, 128), jnp.bfloat16) for n in (70, 90, 90)]
+
+    def gradients(query: Any, key: Any, value: Any) -> Any:
+        def attention(*args: Any) -> Any:
+            return jax_fa3.attention(*args, return_logsumexp=returns)
+
+        results, pull = jax.vjp(attention, query, key, value)
+        return pull(results)
+
+    text = cuda_text(gradients, *args)
+    _, _, on_cuda = text.partition("@jax_fa3_quantize")
+    assert ("stablehlo.reduce(" in on_cuda.partition("@jax_fa3_bwd_fp8")[0]) == returns
+
+
 def test_gradients_of_float16_inputs_are_taken_back_by_a_call_of_their_own() -> None:
     args = [jax.ShapeDtypeStruct((2, n, 3, 128), jnp.float16) for n in (70, 90, 90)]
     text = cuda_text(jax.grad(loss_of(attend()), (0, 1, 2)), *args)
