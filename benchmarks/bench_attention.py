@@ -16,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import contested
 from rivals import RIVALS, add_rivals_flag
 
 from jax_fa3._cli import bench, contenders, grid, text
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--quantize", choices=QUANTIZE, default="both", help="fp8: the kernel, whole calls or both")
     add_rivals_flag(made)
+    contested.add_flag(made)
     add("--no-headline", action="store_true", help="leave out batch 16, seqlen 8,192")
     add("--only-headline", action="store_true", help="nothing but batch 16, seqlen 8,192")
     return made
@@ -77,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = grid.headline(causal) + ([] if flags.only_headline else shapes)
     entrants = groups(flags)
     record = bench.recorder(flags)
-    bench.time_shapes(flags, shapes, lambda _: entrants, record)
+    more = contested.more_rounds(flags, "fwd")
+    bench.time_shapes(flags, shapes, lambda _: entrants, record, more_for=more)
     return bench.finish(flags, record)
 
 

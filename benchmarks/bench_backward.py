@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import contested
 import jax
 import jax.numpy as jnp
 from rivals import RIVALS, JaxRival
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     text.add_list_flag(made, "--ours", ["native", "accurate"], of=OURS)
     text.add_list_flag(made, "--kinds", KINDS, of=KINDS)
     text.add_list_flag(made, "--rivals", ["cudnn", "fa3jax"], of=(*JAX_RIVALS, "none"))
+    contested.add_flag(made)
     return made
 
 
@@ -110,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in flags.kinds:
         group = [ours(preset, kind) for preset in flags.ours]
         group += [rival(key, kind) for key in flags.rivals if key != "none"]
-        bench.time_shapes(flags, shapes, lambda _, group=group: [group], record, kind)
+        more = contested.more_rounds(flags, kind)
+        bench.time_shapes(flags, shapes, lambda _, group=group: [group], record, kind, more)
     return bench.finish(flags, record)
 
 

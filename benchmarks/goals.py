@@ -7,7 +7,7 @@ from typing import Any
 
 import table
 
-from jax_fa3._cli import grid
+from jax_fa3._cli import bench, grid
 
 Row = dict[str, Any]
 # Names of rivals in `ratio`, and in a sentence.
@@ -18,6 +18,8 @@ RIVALS = {
     "cudnn": "cuDNN",
     "kernel": "the kernel alone",
 }
+# Time that the backward pass may take with a fixed order, over the default's, below head_dim 256.
+MOST_FOR_ORDER = 1.25
 SHORT, LONG, USUAL = (512, 1024, 2048), (4096, 8192, 16_384), (2048, 4096, 8192, 16_384)
 
 
@@ -44,18 +46,23 @@ class Goal:
         """Ratios without and with a causal mask."""
         found: dict[bool, list[float]] = {False: [], True: []}
         for row in rows:
-            wanted = {"num_heads_kv": row.get("num_heads_q"), **self.fields}
-            if row.get("seqlen_q") not in self.seqlens or row.get("regime") != "sustained":
-                continue
-            if any(row.get(name) != value for name, value in wanted.items()):
-                continue
-            if "batch" not in wanted and row["batch"] * row["seqlen_q"] != grid.TOKENS:
-                continue
-            ratio = row["ratio"]
-            rivals = [x for rival, x in ratio.items() if rival != "kernel"]
-            if self.over in ratio or (self.over is None and rivals):
-                found[row["is_causal"]].append(ratio[self.over] if self.over else min(rivals))
+            ratios = [row["ratio"][rival] for rival in self.rivals(row)]
+            if ratios:
+                found[row["is_causal"]].append(min(ratios))
         return found
+
+    def rivals(self, row: Row) -> list[str]:
+        """Keys in `ratio` of a row that the goal is over; none for a row of another goal."""
+        wanted = {"num_heads_kv": row.get("num_heads_q"), **self.fields}
+        if row.get("seqlen_q") not in self.seqlens or row.get("regime") != "sustained":
+            return []
+        if any(row.get(name) != value for name, value in wanted.items()):
+            return []
+        if "batch" not in wanted and row["batch"] * row["seqlen_q"] != grid.TOKENS:
+            return []
+        if self.over is None:
+            return [rival for rival in row["ratio"] if rival not in bench.OWN_KEYS]
+        return [self.over] if self.over in row["ratio"] else []
 
 
 def _forward() -> list[Goal]:
@@ -129,22 +136,45 @@ def goals_table(page: str, rows: list[Row]) -> str:
     return table.markdown(header, lines) if lines else ""
 
 
+def floors(row: Row) -> dict[str, float]:
+    """What the ratios of a row must reach, by their keys in `ratio`."""
+    found = {
+        rival: goal.floor for goal in GOALS if goal.floor is not None for rival in goal.rivals(row)
+    }
+    if "default" in row["ratio"] and row["head_dim"] < 256:
+        found["default"] = 1 / MOST_FOR_ORDER
+    return found
+
+
+def costs_of_order(rows: list[Row]) -> dict[int, dict[bool, list[float]]]:
+    """Time of the backward pass with a fixed order over the default's, by head_dim and mask."""
+    ours = [row for row in rows if (row["kind"], row.get("impl")) == ("bwd", "jax_fa3")]
+    default: dict[grid.Shape, float] = {}
+    ordered: dict[grid.Shape, Row] = {}
+    for row in ours:  # a shape may stand in several comparisons: the first one counts
+        if row["preset"] is None:
+            default.setdefault(grid.Shape.of(row), row["ms"])
+        elif row["preset"] == "deterministic":
+            ordered.setdefault(grid.Shape.of(row), row)
+    found: dict[int, dict[bool, list[float]]] = {}
+    for shape, row in ordered.items():
+        if "default" in row["ratio"]:
+            cost = 1 / row["ratio"]["default"]
+        elif shape in default:  # a file from before ratios to the default were taken
+            cost = row["ms"] / default[shape]
+        else:
+            continue
+        own = found.setdefault(shape.head_dim, {False: [], True: []})
+        own[shape.is_causal].append(cost)
+    return found
+
+
 def order_table(rows: list[Row]) -> str:
     """How much longer the backward pass takes with a fixed order."""
-    times: dict[int, dict[Any, dict[str | None, float]]] = {}
-    for row in rows:
-        if (row["kind"], row.get("impl")) == ("bwd", "jax_fa3"):
-            own = times.setdefault(row["head_dim"], {})
-            # A shape may stand in several comparisons: the first one counts.
-            own.setdefault(grid.Shape.of(row), {}).setdefault(row["preset"], row["ms"])
-    lines = []
-    for head_dim, shapes in sorted(times.items()):
-        found: dict[bool, list[float]] = {False: [], True: []}
-        for shape, ms in shapes.items():
-            if len(ms) == 2:
-                found[shape.is_causal].append(ms["deterministic"] / ms[None])
-        if any(found.values()):
-            lines.append([str(head_dim), *(_range(found[causal]) for causal in (False, True))])
+    lines = [
+        [str(head_dim), *(_range(found[causal]) for causal in (False, True))]
+        for head_dim, found in sorted(costs_of_order(rows).items())
+    ]
     return table.markdown(["head_dim", "without a mask", "causal"], lines) if lines else ""
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_fa3._cli import grid, text
+from jax_fa3._cli import bench, grid, text
 from jax_fa3._cli.results import variant
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +104,7 @@ def lead_table(rows: Rows) -> str:
     leads: dict[str, dict[int, dict[bool, str]]] = {}
     variants = list(dict.fromkeys(map(variant, rows)))
     for row in sorted(rows, key=lambda r: ([*TIMED].index(r["kind"]), variants.index(variant(r)))):
-        ratios = [ratio for rival, ratio in row["ratio"].items() if rival != "kernel"]
+        ratios = [ratio for rival, ratio in row["ratio"].items() if rival not in bench.OWN_KEYS]
         alike = row["num_heads_q"] == row["num_heads_kv"] and row["seqlen_q"] == row["seqlen_k"]
         if ratios and alike and row["batch"] * row["seqlen_q"] == grid.TOKENS:
             who = variant(row).removeprefix("jax_fa3 ")

@@ -14,6 +14,10 @@ from jax_fa3._cli.progress import progress
 from jax_fa3._cli.timing import REGIMES
 
 _PRESETS = ("accurate", "fast", "native")
+# Keys in `ratio` that name variants of ours and no rival.
+OWN_KEYS = ("kernel", "default")
+# Labels of those who take part in further rounds, from what is known.
+MoreRounds = Callable[[contenders.Comparison], list[str]]
 _CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
@@ -112,6 +116,7 @@ def time_shapes(
     groups_for: Callable[[grid.Shape], list[list[Contender]]],
     record: results.Recorder,
     kind: str = "fwd",
+    more_for: Callable[[grid.Shape, list[Contender]], MoreRounds] | None = None,
 ) -> None:
     """Times every group of contenders on every shape.
 
@@ -119,6 +124,7 @@ def time_shapes(
       groups_for: contenders that take turns with each other, per shape.
       record: gets timing rows, and {"shape", "contender", "reason"} for each that could not run.
       kind: of the rows, a key of `results.WORK`.
+      more_for: who goes on after the rounds; not in a dry run.
     """
     turn_s, rounds = flags.seconds, flags.rounds
     if flags.dry_run:
@@ -126,8 +132,9 @@ def time_shapes(
     with gpu_state.sampling() as samples:
         for shape in progress(shapes, "bench"):
             for group in groups_for(shape):
+                more = None if more_for is None or flags.dry_run else more_for(shape, group)
                 done = contenders.compare(
-                    shape, group, regime=flags.regime, rounds=rounds, turn_s=turn_s
+                    shape, group, regime=flags.regime, rounds=rounds, turn_s=turn_s, more=more
                 )
                 record.add(
                     rows_of(shape, group, done, flags.regime, samples, kind),
@@ -168,14 +175,23 @@ def rows_of(
 def ratios(
     contender: Contender, group: list[Contender], done: contenders.Comparison
 ) -> dict[str, float]:
-    """Our speed over that of each rival; of whole calls also over the kernel alone ("kernel")."""
+    """Our speed over that of each rival; of whole calls also over the kernel alone ("kernel"), with
+    a fixed order also over the default ("default")."""
+    keys = rivals_of(contender, group)
+    return {keys[label]: x for label, x in done.ratios(contender.label, list(keys)).items()}
+
+
+def rivals_of(contender: Contender, group: list[Contender]) -> dict[str, str]:
+    """Keys in `ratio` by label; none of a rival's own."""
     if not contender.is_ours:
         return {}
     keys = {other.label: rival_key(other) for other in group if not other.is_ours}
     if contender.with_quantize:
         alone = dataclasses.replace(contender, with_quantize=False)
         keys[alone.label] = "kernel"
-    return {keys[label]: x for label, x in done.ratios(contender.label, list(keys)).items()}
+    if contender.preset == "deterministic":
+        keys[dataclasses.replace(contender, preset=None).label] = "default"
+    return keys
 
 
 def rival_key(contender: Contender) -> str:

@@ -178,8 +178,12 @@ def compare(
     regime: str,
     rounds: int,
     turn_s: float | None = None,
+    more: Callable[[Comparison], list[str]] | None = None,
 ) -> Comparison:
-    """Builds every contender for the shape and lets those that can run take turns."""
+    """Builds every contender for the shape and lets those that can run take turns.
+
+    more: names who goes on after the rounds, by label; see `take_turns`.
+    """
     sides: dict[str, Side] = {}
     skipped: dict[str, str] = {}
     for contender in contenders:
@@ -189,7 +193,12 @@ def compare(
             skipped[contender.label] = str(error)
     if not sides:
         return Comparison({}, skipped)
-    return Comparison(take_turns(sides, REGIMES[regime], rounds, turn_s=turn_s), skipped)
+
+    def further(turns: dict[str, Turns]) -> list[str]:
+        return [] if more is None else more(Comparison(turns, skipped))
+
+    turns = take_turns(sides, REGIMES[regime], rounds, turn_s=turn_s, more=further)
+    return Comparison(turns, skipped)
 
 
 def _kernel_alone(

@@ -27,6 +27,7 @@ LAUNCHES_OF_SHORT = 8
 # Untimed part of a sustained turn, in which clocks adapt to the new contender.
 _LEAD = 0.2
 _DRAWS = 200  # of the orders of all rounds, to choose from
+_AT_ONCE = 4  # further rounds between two looks at what is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +103,16 @@ def take_turns(
     rounds: int,
     *,
     turn_s: float | None = None,
+    more: Callable[[dict[str, Turns]], list[str]] | None = None,
 ) -> dict[str, Turns]:
     """Every side once per round, `rounds` times; results by name.
 
     See `draw_orders` for the order, which is the same in every run.
+
+    Args:
+      more: names who takes part in further rounds, from the turns so far, until it names nobody.
+        Who was left out once must not come back: two sides share the rounds that the one with
+        fewer of them has.
     """
     if not sides or rounds < 1:
         raise ValueError(f"take_turns: sides and rounds must be given; got {len(sides)}, {rounds}.")
@@ -115,8 +122,9 @@ def take_turns(
         for name, side in sides.items()
     }
     turns = {name: Turns() for name in sides}
-    for order in draw_orders(list(sides), rounds):
-        for name in order:
+    orders = draw_orders(list(sides), rounds)
+    while orders:
+        for name in itertools.chain.from_iterable(orders):
             side, count = sides[name], counts[name]
             if regime.idle_s:
                 time.sleep(regime.idle_s)
@@ -127,6 +135,8 @@ def take_turns(
             end = time.perf_counter()
             turns[name].ms.append((end - start) * 1e3 / (count * side.launches))
             turns[name].spans.append((start, end))
+        names = [] if more is None else more(turns)
+        orders = draw_orders(names, _AT_ONCE) if names else []
     return turns
 
 
@@ -150,7 +160,22 @@ def _unevenness(orders: Iterable[Sequence[str]]) -> int:
 
 def speed_ratio(ours: Turns, rival: Turns) -> float:
     """Median over the rounds of our speed over the rival's: 2 means twice as fast."""
-    return statistics.median(b / a for a, b in zip(ours.ms, rival.ms, strict=True))
+    return statistics.median(_ratios(ours, rival))
+
+
+def ratio_error(ours: Turns, rival: Turns) -> float:
+    """Standard error of `speed_ratio`, from the median distance to it; infinite for one round."""
+    ratios = _ratios(ours, rival)
+    if len(ratios) < 2:
+        return math.inf
+    median = statistics.median(ratios)
+    deviation = 1.4826 * statistics.median(abs(x - median) for x in ratios)
+    return deviation * math.sqrt(math.pi / 2 / len(ratios))
+
+
+def _ratios(ours: Turns, rival: Turns) -> list[float]:
+    """Of each round that both took part in: the first ones, see `take_turns`."""
+    return [b / a for a, b in zip(ours.ms, rival.ms, strict=False)]
 
 
 def _queue(side: Side, count: int) -> None:

@@ -61,3 +61,18 @@ def test_what_a_fixed_order_costs_is_taken_shape_by_shape(goals):
     lines = goals.order_table(rows).splitlines()
     assert lines[2:] == ["| 128 | - | 1.150 |"]
     assert goals.order_table(rows[2:]) == ""
+    within = row(**own, preset="deterministic", ms=2.5, ratio={"cudnn": 1.3, "default": 0.8})
+    assert goals.order_table([within]).splitlines()[2:] == ["| 128 | - | 1.250 |"]
+
+
+def test_floors_of_a_row(goals):
+    square = {"num_heads_kv": 16}
+    fp8 = {"cudnn_fp8": 1.5, "fa3_fp8": 1.1}
+    assert goals.floors(row(ratio=fp8, **square)) == {"cudnn_fp8": 1.1, "fa3_fp8": 1.1}
+    assert goals.floors(row(ratio=fp8)) == {}  # grouped heads
+    bwd = {"kind": "bwd", "precision": "bf16", **square}
+    both = {"cudnn": 1.3, "fa3jax": 1.0}
+    assert goals.floors(row(preset=None, ratio=both, **bwd)) == {"fa3jax": 1.0}
+    ordered = {"preset": "deterministic", "ratio": {**both, "default": 0.9}, **bwd}
+    assert goals.floors(row(**ordered)) == {"default": 0.8}
+    assert goals.floors(row(head_dim=256, **ordered)) == {}

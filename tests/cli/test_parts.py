@@ -161,8 +161,40 @@ def test_a_launch_on_the_cpu_is_waited_for(monkeypatch):
     assert side.launch() is waited[0]
 
 
+def test_some_go_on_until_nobody_is_named():
+    order, asked = [], []
+
+    def side(name):
+        return Side(lambda: order.append(name), lambda _: None)
+
+    def more(turns):
+        asked.append({name: len(own.ms) for name, own in turns.items()})
+        return ["a", "c"] if len(turns["a"].ms) < 10 else []
+
+    regime = Regime("test", 0.0, 1e-6)
+    turns = timing.take_turns({name: side(name) for name in "abc"}, regime, 3, more=more)
+    assert asked == [{"a": n, "b": 3, "c": n} for n in (3, 7, 11)]
+    assert [len(turns[name].ms) for name in "abc"] == [11, 3, 11]
+    assert all(
+        sorted(pair) == ["a", "c"] for pair in zip(order[-16::2], order[-15::2], strict=True)
+    )
+    assert {*itertools.pairwise(order[-16:])} >= {("a", "a"), ("a", "c"), ("c", "a"), ("c", "c")}
+
+
+def test_the_error_of_a_ratio_falls_with_rounds():
+    rng = np.random.default_rng(0)
+    errors = []
+    for rounds in (16, 400):
+        ours = Turns(list(rng.normal(1, 0.01, rounds)))
+        errors.append(timing.ratio_error(ours, Turns([1.02] * (rounds + 4))))
+    wanted = [1.02 * 0.01 * math.sqrt(math.pi / 2 / rounds) for rounds in (16, 400)]
+    assert errors == pytest.approx(wanted, rel=0.4)
+    assert timing.ratio_error(Turns([1.0]), Turns([1.0])) == math.inf
+
+
 def test_ratio_is_taken_within_rounds():
     assert timing.speed_ratio(Turns([1.0, 10.0, 2.0]), Turns([2.0, 20.0, 4.0])) == 2.0
+    assert timing.speed_ratio(Turns([1.0, 10.0, 2.0, 9.0]), Turns([2.0, 20.0, 4.0])) == 2.0
 
 
 def test_nothing_to_time_is_an_error():
