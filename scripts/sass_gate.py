@@ -160,6 +160,13 @@ RULES = (
         required=(),
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA", "HGMMA"),
     ),
+    Rule(
+        family="tile counter",  # cleared before a forward kernel
+        pattern=r"tile_counter_kernel",
+        at_least=1,
+        required=(("STG",),),
+        forbidden=(*SPILLS, *ATOMICS, *OLD_MMA, "QGMMA", "HGMMA"),
+    ),
 )
 ARCHITECTURE = "sm_90a"
 COLUMNS = ("QGMMA", "HGMMA", "MUFU.EX2", "LDL", "STL", "BAR")

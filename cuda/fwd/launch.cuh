@@ -7,6 +7,7 @@
 #include "../common/launch_kernel.h"
 #include "../common/tensor_map.h"
 #include "kernel.cuh"
+#include "tile_counter.h"
 
 namespace jax_fa3 {
 
@@ -62,7 +63,7 @@ cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t s
   const int grid = std::min(tiles, multiprocessors);
   if (tiles <= multiprocessors) params.tile_counter = nullptr;  // one tile each
   if (params.tile_counter != nullptr) {
-    status = cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream);
+    status = clear_tile_counter(params.tile_counter, stream);
     if (status != cudaSuccess) return status;
   }
   return launch_kernel<&fwd_kernel<Config>>(grid, Traits::kThreads, FwdSmem<Config>::kAllocation,

@@ -51,6 +51,7 @@ GOOD_OPCODES = {
     "backward rows": ["LDG.E", "STG.E"],
     "rotation": ["LDG.E.128", "HMMA.16816.F32.BF16", "STG.E.128"],
     "quantize": ["LDG.E", "STG.E.U8"],
+    "tile counter": ["STG.E"],
 }
 
 
@@ -74,6 +75,7 @@ SYMBOLS = {
     "backward rows": "_ZN7jax_fa315bwd_rows_kernelINS_6BwdD64INS_3ptx4Bf16ELb1EEEEEvv{}",
     "rotation": "_ZN7jax_fa38quantizeILi64ELb0ELb1EEEvNS_14QuantizeParamsENS_12QuantizeGridE{}",
     "quantize": "_ZN7jax_fa314key_value_statsILi64EEEvNS_14QuantizeParamsE{}",
+    "tile counter": "_ZN7jax_fa319tile_counter_kernelEPi{}",
 }
 
 
