@@ -9,8 +9,8 @@
 
 namespace jax_fa3 {
 
-// The order of a step is in the map of kernel.cuh.
-template <class Config>
+// The order of a step is in the map of kernel.cuh. kCanBeCausal: else no launch has a causal mask.
+template <class Config, bool kCanBeCausal>
 __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<Config>& smem,
                                               const int warpgroup) {
   using Traits = BwdTraits<Config>;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
     // Descriptors are built where they are used, from one register.
     Smem tiles = smem;
     const auto base16 = [&] { return ptx::opaque(tiles.base16()); };
-    const int full_from = Scores::full_from(p, walk, warpgroup);
+    const int full_from = Scores::template full_from<kCanBeCausal>(p, walk, warpgroup);
     BwdStep<Config> step(p, walk);
     BwdStep<Config> last = step;
     const auto add_last_query_grads = [&] { add_query_grads(p, walk, last, warpgroup, staging); };
@@ -65,9 +65,10 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       ptx::wgmma_commit();
     };
     // Scores to frag_ds of step i, with dP and dV on the way. `follows`: there is a step before it, whose
-    // dQ runs on; `saw_last`: and its dK, since this warpgroup took part.
+    // dQ runs on; `saw_last`: and its dK, since this warpgroup took part. `may_mask`: scores may
+    // be masked.
     const auto make_score_grads = [&](ScoreAcc& acc_s, Piece& acc_dq, int i, auto follows,
-                                      auto saw_last) {
+                                      auto saw_last, auto may_mask) {
       constexpr bool kFollows = decltype(follows)::value, kSawLast = decltype(saw_last)::value;
       constexpr bool kHasDq = kMakesDq && kFollows;
       ptx::wgmma_wait<kHasDq + kSawLast>();  // S
@@ -75,7 +76,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
 #pragma unroll
       for (int i = 0; i < Scores::kScores; ++i) acc_s[i] = ptx::exp2_f32(acc_s[i] * scale_log2);
       const int first_row = step.q_block * Traits::kBlockQ;
-      if (first_row < full_from) Scores::mask(acc_s, p, walk, warpgroup, thread, first_row);
+      if (decltype(may_mask)::value && first_row < full_from)
+        Scores::mask(acc_s, p, walk, warpgroup, thread, first_row);
       // NOTE: without the pin the compiler sinks the exponentials below the waits.
       ptx::pin(acc_s);
       if constexpr (kHasDq) {
@@ -166,10 +168,10 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
     Piece acc_dq;
     constexpr std::true_type kYes;
     constexpr std::false_type kNo;
-    const auto run_step = [&](int i, auto all_saw_last, auto saw_last) {
+    const auto run_step = [&](int i, auto all_saw_last, auto saw_last, auto may_mask) {
       issue_scores(acc_s, i);
       issue_grads(acc_dq, i - 1, all_saw_last, saw_last);
-      make_score_grads(acc_s, acc_dq, i, kYes, saw_last);
+      make_score_grads(acc_s, acc_dq, i, kYes, saw_last, may_mask);
       finish_step(i);
     };
     // NOTE: from here on the sums are registers, also where nothing has been added yet; else ptxas
@@ -179,31 +181,40 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
     ptx::mbarrier_wait(smem.q_full(0), 0);
     // Where the last warpgroup sees nothing of the first step, it leaves that step out but for its piece
     // of dQ, which comes from the other's keys alone.
-    const bool is_late =
-        walk.num_steps > 1 && Scores::last_sees_none(p, walk, walk.first_q_block * Traits::kBlockQ);
+    const bool is_late = kCanBeCausal && walk.num_steps > 1 &&
+                         Scores::last_sees_none(p, walk, walk.first_q_block * Traits::kBlockQ);
     if (!is_late || warpgroup == 0) {
       issue_scores(acc_s, 0);
-      make_score_grads(acc_s, acc_dq, 0, kNo, kNo);
+      make_score_grads(acc_s, acc_dq, 0, kNo, kNo, kYes);
       finish_step(0);
-      if (is_late) run_step(1, kNo, kYes);
+      if (is_late) run_step(1, kNo, kYes, kYes);
     } else {
       last = step;
       step.advance(walk);
       ptx::mbarrier_wait(smem.do_full(0), 0);
       ptx::mbarrier_arrive(smem.do_empty(0));
       ptx::mbarrier_wait(smem.q_full(1), 0);
-      run_step(1, kNo, kNo);
+      run_step(1, kNo, kNo, kYes);
     }
-    if (!is_late && walk.num_steps > 1) run_step(1, kYes, kYes);
+    if (!is_late && walk.num_steps > 1) run_step(1, kYes, kYes, kYes);
     // NOTE: for ptxas the loop's tiles are others than those of the steps above; else it splits the loop's
     // descriptors over uniform registers that are no pairs, 50 instructions more in a step.
     tiles.base = ptx::opaque(tiles.base);
     // Two by two, so that the stages of dO and the buffers of dS are constants.
-    for (int pair = 1;; ++pair) {
-      if (2 * pair >= walk.num_steps) break;
-      run_step(2 * pair, kYes, kYes);
-      if (2 * pair + 1 >= walk.num_steps) break;
-      run_step(2 * pair + 1, kYes, kYes);
+    const auto run_pairs = [&](auto may_mask) {
+      for (int pair = 1;; ++pair) {
+        if (2 * pair >= walk.num_steps) break;
+        run_step(2 * pair, kYes, kYes, may_mask);
+        if (2 * pair + 1 >= walk.num_steps) break;
+        run_step(2 * pair + 1, kYes, kYes, may_mask);
+      }
+    };
+    if constexpr (kCanBeCausal) {
+      run_pairs(kYes);
+    } else if (full_from == INT_MIN) {
+      run_pairs(kNo);
+    } else {
+      for (int i = 2; i < walk.num_steps; ++i) run_step(i, kYes, kYes, kYes);
     }
     ptx::pin(acc_dv);
     dk_factor = __ldg(p.softmax_scale);  // its latency passes beside the products

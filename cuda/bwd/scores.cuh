@@ -20,12 +20,13 @@ struct BwdScores {
   using Acc = float[kScores];
 
   // Blocks from this query on hold no masked score.
+  template <bool kCanBeCausal = true>
   __device__ __forceinline__ static int full_from(const BwdParams& p, const BwdWalk<Config>& walk,
                                                   int warpgroup) {
     const int last_key = walk.first_key + warpgroup * 64 + 63;
-    return last_key >= p.seqlen_k ? INT_MAX
-           : p.is_causal          ? last_key - p.key_range().diagonal
-                                  : INT_MIN;
+    return last_key >= p.seqlen_k        ? INT_MAX
+           : kCanBeCausal && p.is_causal ? last_key - p.key_range().diagonal
+                                         : INT_MIN;
   }
 
   // Whether the last warpgroup sees no score of a step. Only a head's first step can be such.
