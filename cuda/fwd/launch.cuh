@@ -16,9 +16,6 @@ namespace jax_fa3 {
 template <class Config>
 void order_tiles(FwdShape* shape) {
   using Traits = FwdTraits<Config>;
-  // Half of the 50 MB L2 of an H100: the rest holds queries, outputs and what the last section
-  // left.
-  constexpr int64_t kCacheBytes = 25 << 20;
   const int64_t kv_bytes =
       2 * static_cast<int64_t>(shape->seqlen_k) * Traits::kHeadDim * Traits::kElementBytes;
   const int group = shape->num_heads_q / shape->num_heads_kv;
@@ -29,9 +26,10 @@ void order_tiles(FwdShape* shape) {
   if (shape->pairing == Pairing::kHalves) num_q_blocks /= 2;
   // Without a causal mask all tiles are equal, and walking one head at a time reads the fewest keys
   // and values.
-  const int heads = shape->is_causal ? section_heads(shape->batch * shape->num_heads_q, group,
-                                                     kv_bytes, kCacheBytes)
-                                     : 1;
+  const int heads = shape->is_causal
+                        ? section_heads(shape->batch * shape->num_heads_q, group, kv_bytes,
+                                        section_bytes(Traits::kHeadDim, shape->seqlen_k))
+                        : 1;
   shape->order = TileOrder{num_q_blocks, shape->num_heads_q, shape->batch, heads, shape->is_causal};
 }
 

@@ -85,6 +85,8 @@ void bind_scheduler(py::module_& m) {
               half_tile(TileOrder{num_q_blocks, num_heads, batch, section, longest_first}, index);
           return py::make_tuple(tile.q_block, tile.head, tile.batch);
         });
+  m.def("section_bytes",
+        [](int head_dim, int seqlen_k) { return section_bytes(head_dim, seqlen_k); });
   m.def("section_heads",
         [](int total_heads, int group_size, int64_t kv_bytes, int64_t cache_bytes) {
           return section_heads(total_heads, group_size, kv_bytes, cache_bytes);

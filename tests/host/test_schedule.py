@@ -108,6 +108,15 @@ def test_pairs_walk_over_the_same_keys(host, is_causal, q_blocks, heads, group, 
             assert keys[::2] == keys[1::2]
 
 
+@pytest.mark.parametrize(("head_dim", "least", "most"), [(64, 25, 25), (128, 8, 25), (256, 8, 16)])
+def test_short_sequences_share_less_of_the_cache(host, head_dim, least, most):
+    found = [host.section_bytes(head_dim, seqlen_k) for seqlen_k in (1, 512, 1024, 2048, 2**31 - 1)]
+    middle = min(max(16, least), most)
+    assert found == [mib << 20 for mib in (least, least, middle, most, most)]
+    between = [host.section_bytes(head_dim, seqlen_k) for seqlen_k in range(1, 2100)]
+    assert between == sorted(between)
+
+
 def test_section_heads(host):
     assert host.section_heads(64, 4, 2**20, 32 * 2**20) == 64
     assert host.section_heads(512, 4, 2**20, 32 * 2**20) == 128
