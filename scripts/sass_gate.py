@@ -65,6 +65,7 @@ class Rule:
     required: tuple[tuple[str, ...], ...]
     forbidden: tuple[str, ...]
     exponentials: Exponentials | None = None
+    loop_on_line: bool = False  # whether the loop of products must begin a line of 128 bytes
 
 
 SPILLS = ("LDL", "STL")  # registers that went to local memory and back
@@ -114,6 +115,19 @@ def _native(head_dims: str, scores: int) -> Rule:
     )
 
 
+def _added(family: str, pattern: str, at_least: int, *, loop_on_line: bool = False) -> Rule:
+    """Backward that adds dQ up in memory."""
+    return Rule(
+        family=family,
+        pattern=pattern,
+        at_least=at_least,
+        required=(("HGMMA",), LOADS, ("USETMAXREG",), ("UBLKRED",), ("STSM",)),
+        forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
+        exponentials=Exponentials("MUFU.EX2", 32),
+        loop_on_line=loop_on_line,
+    )
+
+
 # The first rule that matches a kernel counts; a kernel that none matches is a failure.
 RULES = (
     *(
@@ -123,14 +137,8 @@ RULES = (
     ),
     _native("64|128", 64),
     _native("256", 32),
-    Rule(
-        family="backward",
-        pattern=r"bwd_(causal_)?kernel.*(Lb0E|Codes)",
-        at_least=8,
-        required=(("HGMMA",), LOADS, ("USETMAXREG",), ("UBLKRED",), ("STSM",)),
-        forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
-        exponentials=Exponentials("MUFU.EX2", 32),
-    ),
+    _added("backward", r"bwd_kernel.*(Lb0E|Codes)", at_least=5),
+    _added("backward causal", r"bwd_causal_kernel", at_least=3, loop_on_line=True),
     Rule(
         family="backward in order",  # promises a fixed order of additions
         pattern=r"bwd_(kernel.*Lb1E|wide_keys_kernel|dq_kernel)",
@@ -206,6 +214,12 @@ def check_kernel(kernel: Kernel) -> list[str]:
             failures.append(f"{short_name(kernel)}: {why}: {count} {opcode} instructions.")
     if rule.exponentials is not None:
         failures += check_exponentials(kernel, rule.exponentials)
+    if rule.loop_on_line and (kernel.loop is None or kernel.loop[1] % 128):
+        found = "there is none" if kernel.loop is None else f"got {kernel.loop[1]:#x}"
+        failures.append(
+            f"{short_name(kernel)}: the loop of products must begin at a multiple of 128 bytes; "
+            f"{found}. BwdTraits::kLoopFill counts what goes before it in 16 bytes."
+        )
     return failures
 
 

@@ -32,6 +32,8 @@ class Kernel:
     name: str = ""  # demangled; the symbol where there is no demangler
     opcodes: Counter[str] = dataclasses.field(default_factory=Counter)
     registers: int | None = None  # per thread, as launched
+    product: int = -1  # where the last wgmma so far is
+    loop: tuple[int, int] | None = None  # the shortest with a wgmma: bytes, and where it begins
 
     def count(self, opcode: str) -> int:
         """How many instructions are `opcode` or a variant of it."""
@@ -50,6 +52,7 @@ class PtxasEntry:
 
 _FUNCTION = re.compile(r"^\s*Function\s*:\s*(\S+)")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*)")
+_BRANCH = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/.*\bBRA\S*\s[^;]*\b0x([0-9a-f]+)")
 _ARCH = re.compile(r"^\s*(?:arch = |code for )(\S+)")
 
 
@@ -62,6 +65,12 @@ def parse_sass(text: str) -> tuple[dict[str, Kernel], set[str]]:
         if match := _INSTRUCTION.match(line):
             if kernel is not None:
                 kernel.opcodes[match[1]] += 1
+                if match[1].startswith("HGMMA"):
+                    kernel.product = int(line.split("*")[1], 16)
+                elif branch := _BRANCH.match(line):
+                    end, start = (int(place, 16) for place in branch.groups())
+                    if start <= kernel.product and (kernel.loop or (end,))[0] >= end - start:
+                        kernel.loop = (end - start, start)
         elif match := _FUNCTION.match(line):
             kernel = kernels.setdefault(match[1], Kernel(match[1], match[1]))
         elif match := _ARCH.match(line):

@@ -81,6 +81,10 @@ struct BwdTraits {
   // Whether K and V come as codes, which wait in the buffers of dS: see decode_keys.cuh.
   static constexpr bool kTakesCodes = std::is_same_v<Config, BwdCodesD128>;
 
+  // bwd_causal_kernel: how many instructions move its loop to a line of the instruction cache: where it begins
+  // between lines it takes up to 1.1 % longer. sass_gate.py looks whether they still do.
+  static constexpr int kLoopFill = kTakesCodes ? 6 : kIsBf16 ? 4 : 2;
+
   static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
   static constexpr int kQueryChunkBytes = kBlockQ * 128;
   static constexpr int kKeyChunkBytes = kBlockKv * 128;

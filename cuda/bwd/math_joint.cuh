@@ -163,6 +163,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       // NOTE: there always is one; if that is not asked, ptxas spills.
       if (p.k_image != nullptr) decode_keys(p, walk, smem);
     }
+    if constexpr (Traits::kServes && kCanBeCausal) ptx::fill<Traits::kLoopFill>();
     ptx::mbarrier_wait(smem.k_full(), 0);
     ScoreAcc acc_s;
     Piece acc_dq;

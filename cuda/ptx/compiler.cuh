@@ -1,4 +1,4 @@
-// What tells the compiler something about registers and issues nothing, but for a move in opaque().
+// What tells the compiler something about registers and issues nothing, but for a move in opaque() and fill().
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,13 @@ __device__ __forceinline__ uint32_t opaque(uint32_t value) {
   uint32_t same;
   asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(value));
   return same;
+}
+
+// Instructions that only move those after them to another place: events for a profiler that counts them.
+template <int kCount>
+__device__ __forceinline__ void fill() {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("pmevent 7;" ::: "memory");
 }
 
 // The registers begin a new life with whatever they hold, for a product that overwrites them.

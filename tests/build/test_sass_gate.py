@@ -47,6 +47,13 @@ GOOD_OPCODES = {
     "16-bit": [*NATIVE, *(EXP2 * 2), *["MUFU.EX2"] * 7],
     "16-bit 256": [*NATIVE, *EXP2],
     "backward": [*NATIVE, "UBLKRED.G.S.ADD.F32.RN", "STSM.16.M88.4", "LDSM.16.M88.4", *EXP2],
+    "backward causal": [
+        *["UBLKRED.G.S.ADD.F32.RN"] * 8,
+        *NATIVE,
+        "STSM.16.M88.4",
+        *EXP2,
+        "BRA 0x80",
+    ],
     "backward in order": [*NATIVE, *EXP2],
     "backward rows": ["LDG.E", "STG.E"],
     "rotation": ["LDG.E.128", "HMMA.16816.F32.BF16", "STG.E.128"],
@@ -71,6 +78,7 @@ SYMBOLS = {
     "16-bit": forward("Fwd16D64", "NS_3ptx4Bf16E"),
     "16-bit 256": forward("Fwd16D256", "NS_3ptx4Bf16E"),
     "backward": "_ZN7jax_fa310bwd_kernelINS_6BwdD64INS_3ptx4Bf16ELb0EEEEEvv{}",
+    "backward causal": "_ZN7jax_fa317bwd_causal_kernelINS_7BwdD128INS_3ptx4Bf16ELb0EEEEEvv{}",
     "backward in order": "_ZN7jax_fa313bwd_dq_kernelINS_6BwdD64INS_3ptx4Bf16ELb1EEEEEvv{}",
     "backward rows": "_ZN7jax_fa315bwd_rows_kernelINS_6BwdD64INS_3ptx4Bf16ELb1EEEEEvv{}",
     "rotation": "_ZN7jax_fa38quantizeILi64ELb0ELb1EEEvNS_14QuantizeParamsENS_12QuantizeGridE{}",
@@ -231,6 +239,16 @@ def test_forbidden_instruction_fails(family, opcode):
 def test_wrong_unit_fails(family, opcode):
     (failure,) = failures(extension(family, [*GOOD_OPCODES[family], opcode]))
     assert "wrong unit" in failure
+
+
+def test_loop_between_lines_fails():
+    code = GOOD_OPCODES["backward causal"]
+    assert failures(extension("backward causal", [*code, "BRA 0x40"])) == []  # a longer one
+    assert failures(extension("backward causal", [*code, "BRA 0x90"])) == []  # without products
+    (failure,) = failures(extension("backward causal", [*code[:-1], "BRA 0x40"]))
+    assert "multiple of 128 bytes; got 0x40" in failure
+    (failure,) = failures(extension("backward causal", code[:-1]))
+    assert "there is none" in failure
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100a"])
