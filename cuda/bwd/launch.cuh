@@ -1,6 +1,7 @@
 // launch_bwd for one config: tensor maps and three kernels.
 #pragma once
 
+#include <algorithm>
 #include <climits>
 
 #include "../common/device.h"
@@ -113,6 +114,13 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   const int64_t row_bytes = Traits::kHeadDim * (2 + 2 + 4 * Traits::kMakesDq);
   params.order = bwd_order(params, params.seqlen_k, Traits::kBlockKv, params.num_heads_kv, 1,
                            group * params.seqlen_q * row_bytes, false);
+  if (Traits::kMakesDq && params.is_causal) {
+    int& section = params.order.section_heads;
+    const int by_tiles =
+        section_heads_by_tiles(params.batch * params.num_heads_kv, params.order.num_q_blocks);
+    // Shorter tiles: more of them find what they read in L2.
+    section = Traits::kHeadDim == 128 ? by_tiles : std::max(section, by_tiles);
+  }
   const int64_t rows = static_cast<int64_t>(params.batch) * params.num_heads_q * params.rows();
   const int key_blocks = params.order.num_q_blocks;
   const int64_t k_tiles = static_cast<int64_t>(key_blocks) * params.num_heads_kv * params.batch;

@@ -91,6 +91,8 @@ void bind_scheduler(py::module_& m) {
         [](int total_heads, int group_size, int64_t kv_bytes, int64_t cache_bytes) {
           return section_heads(total_heads, group_size, kv_bytes, cache_bytes);
         });
+  m.def("section_heads_by_tiles",
+        [](int total_heads, int tiles) { return section_heads_by_tiles(total_heads, tiles); });
 }
 
 void bind_numerics(py::module_& m) {

@@ -121,3 +121,10 @@ def test_section_heads(host):
     assert host.section_heads(64, 4, 2**20, 32 * 2**20) == 64
     assert host.section_heads(512, 4, 2**20, 32 * 2**20) == 128
     assert host.section_heads(512, 4, 2**30, 32 * 2**20) == 4
+
+
+@pytest.mark.parametrize("tiles", [*range(1, 150), 256, 257, 1000])
+def test_section_heads_by_tiles_fill_the_card(host, tiles):
+    heads = host.section_heads_by_tiles(10**6, tiles)
+    assert 124 <= heads * tiles <= 132 or heads * tiles >= 256 > (heads - 1) * tiles
+    assert host.section_heads_by_tiles(heads - 1 or 1, tiles) == (heads - 1 or 1)
