@@ -22,20 +22,25 @@ __device__ __forceinline__ int share_before(const BwdParams& p, int parts, int r
   return static_cast<int>(__fmul_rn(static_cast<float>(parts), part));
 }
 
+// The kv head of [batch, num_heads_kv] that a CTA with this block of keys serves; -1: none.
+__device__ __forceinline__ int served_head(const BwdParams& p, const Tile& tile) {
+  const int later = tile.batch * p.num_heads_kv + tile.head + p.heads_ahead;
+  return later < p.first_served || later >= p.batch * p.num_heads_kv ? -1 : later;
+}
+
 // What a CTA has to clear, for its load thread, in slices of 4 KiB.
 template <class Config>
 struct BwdClearing {
   static constexpr int kFirstStep = 2;  // before it, the CTA's first tiles are on their way
-  int head = -1;                        // of [batch, num_heads_kv]; -1: nothing to clear
+  int head = -1;                        // served_head
   int left, per_step;
   float* next;
 
   // tile: the CTA's, a block of keys of a kv head.
   __device__ __forceinline__ BwdClearing(const BwdParams& p, const Tile& tile, int num_steps) {
-    const int later = tile.batch * p.num_heads_kv + tile.head + p.heads_ahead;
-    if (!BwdTraits<Config>::kServes || later < p.first_served || later >= p.batch * p.num_heads_kv)
-      return;
-    head = later;
+    if (!BwdTraits<Config>::kServes) return;
+    head = served_head(p, tile);
+    if (head < 0) return;
     const int slices = p.num_heads_q / p.num_heads_kv *
                        (p.rows() / (kPieceWarpFloats / BwdTraits<Config>::kHeadDim));
     const int first = share_before(p, slices, tile.q_block);

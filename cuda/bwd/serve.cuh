@@ -77,11 +77,10 @@ __device__ __forceinline__ void bwd_serve(const BwdParams& p, const BwdSmem<Conf
   if (!p.serves_rows) return;
   const Tile tile = p.order.tile(blockIdx.x);
   const int slabs = p.num_heads_q / p.num_heads_kv * (p.rows() / kSlabRows<Config>);
-  const int head = tile.batch * p.num_heads_kv + tile.head;
   const int slab = share_before(p, slabs, tile.q_block) + warp;
   const int last = share_before(p, slabs, tile.q_block + 1);
-  const int later = head + p.heads_ahead;
-  if (later < p.first_served || later >= p.batch * p.num_heads_kv) return;
+  const int later = served_head(p, tile);
+  if (later < 0) return;
   // Not in the way of the first tiles.
   if (BwdWalk<Config>(p).num_steps > 0) ptx::mbarrier_wait_idle(smem.v_full(), 0);
 #pragma unroll 1
