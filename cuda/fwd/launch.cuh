@@ -60,7 +60,7 @@ cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t s
   const int tiles = num_tiles<Config>(params);
   const int grid = std::min(tiles, multiprocessors);
   if (tiles <= multiprocessors) params.tile_counter = nullptr;  // one tile each
-  if (params.tile_counter != nullptr) {
+  if (params.tile_counter != nullptr && !params.counter_is_clear) {
     status = clear_tile_counter(params.tile_counter, stream);
     if (status != cudaSuccess) return status;
   }

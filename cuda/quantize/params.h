@@ -49,6 +49,8 @@ struct QuantizeParams {
   // of v's codes in its granules; the last slot: WorkspaceResult (stats_kernels.cuh).
   float* workspace;
 
+  int* tile_counter;  // null, or the forward's: the first kernel clears it
+
   // `kv_head` counts over the batch.
   FA3_HOST_DEVICE float factor_of(int64_t kv_head) const {
     return factor[one_factor ? 0 : kv_head];

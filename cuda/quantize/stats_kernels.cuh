@@ -120,6 +120,7 @@ __device__ __forceinline__ void gather_rows(ChannelStats& stats, const RowView& 
 template <int kHeadDim, bool kAllBf16>
 __global__ void __launch_bounds__(kStatsThreads, kHeadDim == 64 ? 3 : 2)
     key_value_stats(const QuantizeParams given) {
+  if (given.tile_counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *given.tile_counter = 0;
   QuantizeParams params = given;
   if (kAllBf16) params.k_kind = params.v_kind = ElementKind::kBf16;
   constexpr int kLanes = kHeadDim / 8;

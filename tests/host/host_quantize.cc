@@ -107,12 +107,13 @@ py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
   GuardedBuffer q_image(rows * dim), q_descale(rows * 4), q_shift(rows * 4);
   GuardedBuffer k_image(keys * dim), k_descale(keys / kGranule * 4), v_image(keys * dim);
   GuardedBuffer v_descale(kv_heads * dim * 4), v_mean(kv_heads * dim * 4);
+  GuardedBuffer tile_counter(4);
   GuardedBuffer workspace(kv_heads * (quantize_chunks(params.seqlen_k) + 1) * 4 * dim * 4);
   params.q_image = q_image.as<uint8_t>(), params.q_descale = q_descale.as<float>();
   params.q_shift = q_shift.as<float>(), params.k_image = k_image.as<uint8_t>();
   params.k_descale = k_descale.as<float>(), params.v_image = v_image.as<uint8_t>();
   params.v_descale = v_descale.as<float>(), params.v_mean = v_mean.as<float>();
-  params.workspace = workspace.as<float>();
+  params.workspace = workspace.as<float>(), params.tile_counter = tile_counter.as<int>();
 
   if (params.head_dim == 64) {
     run_kernels<64>(params, grid);
@@ -131,6 +132,7 @@ py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
   give("q_image", q_image), give("q_descale", q_descale), give("q_shift", q_shift);
   give("k_image", k_image), give("k_descale", k_descale), give("v_image", v_image);
   give("v_descale", v_descale), give("v_mean", v_mean), give("workspace", workspace);
+  give("tile_counter", tile_counter);
   return results;
 }
 

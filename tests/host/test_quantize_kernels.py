@@ -37,6 +37,7 @@ def run_on_host(host, case, q, k, v, factor, v_factor, q_run=0):
     positions = host.image_position(np.arange(case.head_dim))
     results["k_mean"] = results["workspace"][:, :, -1, 0, positions]  # rotated where k is
     results["centre"] = results["workspace"][:, :, -1, 2]
+    assert not raw["tile_counter"].any()
     return results
 
 
