@@ -27,7 +27,7 @@ struct ImageBuffers {
 };
 
 struct QuantizeFlags {
-  bool hadamard, smooth_key, center_value;
+  bool hadamard, smooth_key, center_value, wants_shift;
 };
 
 // Fills `params` unless a check fails.
@@ -61,6 +61,7 @@ inline void fill_quantize(Checker& check, QuantizeParams& params, const Sizes& s
   params.hadamard = flags.hadamard;
   params.smooth_key = flags.smooth_key;
   params.center_value = flags.center_value;
+  params.wants_shift = flags.wants_shift;
   params.q_image = static_cast<uint8_t*>(images.q_image.untyped_data());
   params.q_descale = images.q_descale.typed_data();
   params.q_shift = images.q_shift.typed_data();

@@ -12,7 +12,7 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
                     ffi::ResultBuffer<ffi::F32> k_descale, ffi::Result<ffi::AnyBuffer> v_image,
                     ffi::ResultBuffer<ffi::F32> v_descale, ffi::ResultBuffer<ffi::F32> v_mean,
                     ffi::ResultBuffer<ffi::F32> workspace, bool hadamard, bool smooth_key,
-                    bool center_value) {
+                    bool center_value, bool wants_shift) {
   Checker check("jax_fa3_quantize");
   const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
@@ -21,7 +21,7 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   fill_quantize(
       check, params, sizes, q, k, v, factor, v_factor,
       {*q_image, *q_descale, *q_shift, *k_image, *k_descale, *v_image, *v_descale, *v_mean},
-      *workspace, {hadamard, smooth_key, center_value});
+      *workspace, {hadamard, smooth_key, center_value, wants_shift});
   if (check.failed()) return check.take();
   return check.launched(launch_quantize(params, stream));
 }
@@ -46,7 +46,8 @@ XLA_FFI_DEFINE_HANDLER(
         .Ret<ffi::Buffer<ffi::F32>>()  // workspace  [batch, num_heads_kv, chunks + 1, 4, head_dim]
         .Attr<bool>("hadamard")
         .Attr<bool>("smooth_key")
-        .Attr<bool>("center_value"),
+        .Attr<bool>("center_value")
+        .Attr<bool>("wants_shift"),
     {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

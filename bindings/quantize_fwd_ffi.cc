@@ -18,7 +18,8 @@ ffi::Error quantize_fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffe
                             ffi::Result<Floats> k_descale, ffi::Result<ffi::AnyBuffer> v_image,
                             ffi::Result<Floats> v_descale, ffi::Result<Floats> v_mean,
                             ffi::Result<Floats> workspace, bool hadamard, bool smooth_key,
-                            bool center_value, bool is_causal, bool bottom_right, bool linear_exp) {
+                            bool center_value, bool wants_shift, bool is_causal, bool bottom_right,
+                            bool linear_exp) {
   Checker check("jax_fa3_quantize_fwd_fp8");
   const Sizes sizes = check.sizes_of("q", q, "k", k);
   if (check.failed()) return check.take();
@@ -33,7 +34,7 @@ ffi::Error quantize_fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffe
   std::memset(&params, 0, sizeof(params));
   params.exp2 = exp2_of(linear_exp);
   fill_quantize(check, params.quantize, sizes, q, k, v, factor, v_factor, images, *workspace,
-                {hadamard, smooth_key, center_value});
+                {hadamard, smooth_key, center_value, wants_shift});
   fill_shape(check, params.fwd, sizes, {*out, *logsumexp, *tile_counter, is_causal, bottom_right});
   params.quantize.tile_counter = params.fwd.tile_counter;
   params.fwd.counter_is_clear = true;
@@ -71,6 +72,7 @@ XLA_FFI_DEFINE_HANDLER(
         .Attr<bool>("hadamard")
         .Attr<bool>("smooth_key")
         .Attr<bool>("center_value")
+        .Attr<bool>("wants_shift")
         .Attr<bool>("is_causal")
         .Attr<bool>("bottom_right")
         .Attr<bool>("linear_exp"),

@@ -218,7 +218,8 @@ def run(
 ) -> tuple[jax.Array, jax.Array]:
     """`attention` under another public name: arrays are its array options, static the others.
 
-    return_logsumexp: else the logsumexp that is returned must not be used: it has no gradient.
+    return_logsumexp: else the logsumexp that is returned must not be used: it has no gradient and,
+      of FP8 kernels, lacks what smoothing took from the logits.
     spelled: that function's own names for some of the options.
     """
     options = {

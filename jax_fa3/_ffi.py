@@ -55,7 +55,7 @@ class Images(NamedTuple):
 
     q_image: jax.Array  # float8 [batch, num_heads_q, seqlen_q up to 64, head_dim]
     q_descale: jax.Array  # f32 [batch, num_heads_q, seqlen_q up to 64]
-    q_shift: jax.Array  # f32 [batch, num_heads_q, seqlen_q up to 64]
+    q_shift: jax.Array  # f32 [batch, num_heads_q, seqlen_q up to 64]; 0 unless it was wanted
     k_image: jax.Array  # float8 [batch, num_heads_kv, seqlen_k up to 128, head_dim]
     k_descale: jax.Array  # f32 [batch, num_heads_kv, granules]
     v_image: jax.Array  # float8 [batch, num_heads_kv, granules, head_dim, 128]
@@ -95,6 +95,8 @@ class QuantizerInputs(NamedTuple):
       v_factor: f32 [batch, num_heads_kv] or [], value_descale.
       image_dtype: float8_e4m3fn or float8_e5m2.
       hadamard, smooth_key, center_value: which exact-softmax steps are applied before rounding.
+      wants_shift: whether q_shift is computed, which only the logsumexp shows; else it is 0 and
+        the query's images wait for nothing.
     """
 
     query: jax.Array
@@ -106,6 +108,7 @@ class QuantizerInputs(NamedTuple):
     hadamard: bool
     smooth_key: bool
     center_value: bool
+    wants_shift: bool
 
     @property
     def operands(self) -> tuple[jax.Array, ...]:
@@ -113,7 +116,7 @@ class QuantizerInputs(NamedTuple):
 
     @property
     def attributes(self) -> dict[str, bool]:
-        names = ("hadamard", "smooth_key", "center_value")
+        names = ("hadamard", "smooth_key", "center_value", "wants_shift")
         return {name: bool(getattr(self, name)) for name in names}
 
     @property

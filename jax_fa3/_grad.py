@@ -204,7 +204,7 @@ def _fp8(
     config = call.config
     query, key, value = operands.query, operands.key, operands.value
     seqlen_q = query.shape[1]
-    images = _local.quantize(operands, config)
+    images = _local.quantize(operands, config, wants_shift=call.returns_logsumexp)
     quantised = _ffi.bwd_operands(
         images, seqlen_q=seqlen_q, seqlen_k=key.shape[1], deterministic=config.deterministic
     )
@@ -221,7 +221,7 @@ def _fp8(
     )
     dquery, dkey, dvalue = by_quantised(
         *quantised,
-        images.q_shift[:, :, :seqlen_q],
+        images.q_shift[:, :, :seqlen_q] if call.returns_logsumexp else None,
         results,
         is_causal=config.is_causal,
         bottom_right=config.causal_alignment == "bottom_right",
@@ -254,7 +254,7 @@ def _fp8(
 def by_quantised(
     query: jax.Array,
     keys: _ffi.Keys,
-    shift: jax.Array,
+    shift: jax.Array | None,
     results: Results,
     *,
     is_causal: bool,
@@ -263,14 +263,17 @@ def by_quantised(
     rotation: _ffi.Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of what `_ffi.dequantize_operands` returns; shift f32 [batch, num_heads_q,
-    seqlen_q] is each row's q_shift. With `rotation` those of the arrays before the rotation."""
-    # logits = ln 2 * quantised query @ quantised key^T + ln 2 * shift, in natural units.
-    finite = jnp.isfinite(results.logsumexp)
-    logsumexp = jnp.where(finite, results.logsumexp - shift * _LN_2, results.logsumexp)
+    seqlen_q] is each row's q_shift, None where it is 0. With `rotation` those of the arrays before
+    the rotation."""
+    if shift is not None:
+        # logits = ln 2 * quantised query @ quantised key^T + ln 2 * shift, in natural units.
+        finite = jnp.isfinite(results.logsumexp)
+        logsumexp = jnp.where(finite, results.logsumexp - shift * _LN_2, results.logsumexp)
+        results = results._replace(logsumexp=logsumexp)
     dquery, dkey, dvalue, _ = _ffi.bwd(
         query,
         keys,
-        *_results_in(jnp.bfloat16, results._replace(logsumexp=logsumexp)),
+        *_results_in(jnp.bfloat16, results),
         _LN_2 * jnp.ones((), jnp.float32),
         is_causal=is_causal,
         bottom_right=bottom_right,

@@ -65,7 +65,7 @@ def quantize(form: Form, query: Any, key: Any, value: Any, softmax_scale: Any) -
 
     def kernel(query: Any, key: Any, value: Any, scale: Any) -> Arrays:
         operands = Operands(query, key, value, scale[:, None])
-        return _as_bytes(_local.quantize(operands, form.config))
+        return _as_bytes(_local.quantize(operands, form.config, wants_shift=True))
 
     def model(query: Any, key: Any, value: Any, scale: Any) -> Arrays:
         operands = Operands(query, key, value, scale[:, None])

@@ -56,7 +56,8 @@ class Call(NamedTuple):
       of_part: the keys are a part of those that gave the results which the backward pass is given.
       keeps_images: a backward pass follows, which quantises the same arrays: where that is a call
         of its own, XLA runs it once for both.
-      returns_logsumexp: the caller sees logsumexp; else it is a residual, whose cotangent is 0.
+      returns_logsumexp: the caller sees logsumexp; else it is a residual, whose cotangent is 0, and
+        FP8 kernels leave out of it what smoothing took from a row's logits.
     """
 
     config: Config
@@ -243,17 +244,20 @@ def _kernel(operands: Operands, call: Call) -> tuple[jax.Array, jax.Array]:
         "out_dtype": config.out_dtype,
     }
     if call.keeps_images:
-        images = quantize(operands, config)
+        images = quantize(operands, config, wants_shift=call.returns_logsumexp)
         return _ffi.fwd_fp8(images, seqlen_q=query.shape[1], seqlen_k=key.shape[1], **options)
-    return _ffi.quantize_fwd_fp8(_quantizer_inputs(operands, config), **options)
+    inputs = _quantizer_inputs(operands, config, call.returns_logsumexp)
+    return _ffi.quantize_fwd_fp8(inputs, **options)
 
 
-def quantize(operands: Operands, config: Config) -> _ffi.Images:
+def quantize(operands: Operands, config: Config, *, wants_shift: bool) -> _ffi.Images:
     """The images of rank-4 operands as config wants them."""
-    return _ffi.quantize_operands(_quantizer_inputs(operands, config))
+    return _ffi.quantize_operands(_quantizer_inputs(operands, config, wants_shift))
 
 
-def _quantizer_inputs(operands: Operands, config: Config) -> _ffi.QuantizerInputs:
+def _quantizer_inputs(
+    operands: Operands, config: Config, wants_shift: bool
+) -> _ffi.QuantizerInputs:
     quantization = config.quantization
     query, key, value = operands.query, operands.key, operands.value
     v_factor = operands.value_descale
@@ -269,4 +273,5 @@ def _quantizer_inputs(operands: Operands, config: Config) -> _ffi.QuantizerInput
         hadamard=_shapes.uses_hadamard(config, query, key),
         smooth_key=quantization.smooth_key and not _shapes.is_float8(key),
         center_value=quantization.center_value and not _shapes.is_float8(value),
+        wants_shift=wants_shift,
     )

@@ -155,9 +155,16 @@ RULES = (
         forbidden=(*SPILLS, *OLD_MMA, "QGMMA", "HGMMA"),
     ),
     Rule(
+        family="means",  # where no rows are rotated beside them
+        pattern=r"quantizeILi\d+ELb0ELb0ELNS_12QuantizeStepE0E",
+        at_least=3,
+        required=(),
+        forbidden=(*SPILLS, *OLD_MMA, "QGMMA", "HGMMA"),
+    ),
+    Rule(
         family="rotation",  # products with a Hadamard matrix or with ones, too small for wgmma
-        pattern=r"fa3(::|8|13)(quantize|unrotate|finish_values)[<I]",
-        at_least=18,
+        pattern=r"fa3(::|8)(quantize|unrotate)[<I]",
+        at_least=24,
         required=(("HMMA",),),
         forbidden=(*SPILLS, "IMMA", "QMMA", "QGMMA", "HGMMA"),
     ),

@@ -43,16 +43,6 @@ inline TileOrder bwd_order(const BwdParams& p, int seqlen, int block, int heads,
   return TileOrder{(seqlen + block - 1) / block, heads, p.batch, section, last_first};
 }
 
-// The launch may start once the CTAs of the one before it let it: ptx/dependent.cuh. By the shape alone:
-// XLA puts a recording in place of the last one of the same call, and CUDA refuses other edges there.
-inline cudaLaunchAttribute overlap_attribute(bool overlaps) {
-  cudaLaunchAttribute attribute{};
-  attribute.id =
-      overlaps ? cudaLaunchAttributeProgrammaticStreamSerialization : cudaLaunchAttributeIgnore;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  return attribute;
-}
-
 // Which kernel walks over the queries of a block of keys.
 template <class Config>
 constexpr auto keys_kernel() {

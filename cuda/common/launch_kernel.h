@@ -15,6 +15,16 @@ inline cudaLaunchAttribute pair_attribute(bool is_paired) {
   return attribute;
 }
 
+// The launch may start once the CTAs of the one before it let it: ptx/dependent.cuh. By the shape alone:
+// XLA puts a recording in place of the last one of the same call, and CUDA refuses other edges there.
+inline cudaLaunchAttribute overlap_attribute(bool overlaps) {
+  cudaLaunchAttribute attribute{};
+  attribute.id =
+      overlaps ? cudaLaunchAttributeProgrammaticStreamSerialization : cudaLaunchAttributeIgnore;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t grid, int threads, int shared_bytes,
                           cudaLaunchAttribute attribute, const Params& params,

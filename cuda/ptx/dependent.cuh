@@ -5,6 +5,7 @@
 
 namespace jax_fa3::ptx {
 
+#if defined(__CUDACC__)
 // griddepcontrol.launch_dependents: the next launch may start once every CTA has come here or ended.
 __device__ __forceinline__ void let_next_launch_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -14,6 +15,10 @@ __device__ __forceinline__ void let_next_launch_start() {
 __device__ __forceinline__ void wait_for_last_launch() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+#else  // the tests' launches on the host come one after another
+inline void let_next_launch_start() {}
+inline void wait_for_last_launch() {}
+#endif
 
 // One more of what a counter in global memory counts, after all that this thread has seen done.
 __device__ __forceinline__ void count_up(uint32_t* counter) {

@@ -1,6 +1,7 @@
 // Launches of one head_dim; instantiated by instantiations/*.cu, declared for launch.cu.
 #pragma once
 
+#include "../common/launch_kernel.h"
 #include "grid.h"
 #include "launch.h"
 #include "quantize_kernel.cuh"
@@ -8,39 +9,51 @@
 
 namespace jax_fa3 {
 
+// Launches behind the statistics. Each may start once all CTAs of the one before it have, but for k and v that
+// do not fill the card: they are done sooner if they start when the means are there.
+template <int kHeadDim, bool kE5m2, bool kAllBf16, QuantizeStep kStep>
+cudaError_t launch_step(const QuantizeParams& params, const QuantizeGrid& grid,
+                        cudaStream_t stream) {
+  constexpr int kFull = 256;
+  cudaLaunchAttribute attribute =
+      overlap_attribute(kStep != QuantizeStep::kKeysAndValues || grid.kv_blocks >= kFull);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks(kStep)));
+  config.blockDim = dim3(QuantizeTraits<kHeadDim>::kThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, quantize<kHeadDim, kE5m2, kAllBf16, kStep>, params, grid);
+}
+
+template <int kHeadDim, bool kE5m2, bool kAllBf16>
+cudaError_t launch_steps(const QuantizeParams& params, const QuantizeGrid& grid,
+                         cudaStream_t stream) {
+  cudaError_t error =
+      launch_step<kHeadDim, false, kAllBf16, QuantizeStep::kMeans>(params, grid, stream);
+  if (error != cudaSuccess) return error;
+  error =
+      launch_step<kHeadDim, kE5m2, kAllBf16, QuantizeStep::kKeysAndValues>(params, grid, stream);
+  if (error != cudaSuccess || !has_value_steps(params)) return error;
+  return launch_step<kHeadDim, kE5m2, kAllBf16, QuantizeStep::kEnds>(params, grid, stream);
+}
+
 template <int kHeadDim>
 cudaError_t launch_quantize_kernels(const QuantizeParams& params, const QuantizeGrid& grid,
                                     cudaStream_t stream) {
-  const bool all_bf16 = params.q_kind == ElementKind::kBf16 &&
-                        params.k_kind == ElementKind::kBf16 && params.v_kind == ElementKind::kBf16;
+  const bool all_bf16 = is_all_bf16(params);
   if (all_bf16) {
     key_value_stats<kHeadDim, true><<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
   } else {
     key_value_stats<kHeadDim, false><<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
   }
-  cudaError_t error = cudaGetLastError();
+  const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  finalize_stats<kHeadDim><<<grid.finalize_blocks, grid.finalize_threads, 0, stream>>>(params);
-  error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-  constexpr int kThreads = QuantizeTraits<kHeadDim>::kThreads;
-  const int blocks = grid.kv_blocks + grid.q_blocks;
-  const bool e5m2 = params.image_kind == ElementKind::kE5m2;
-  if (e5m2) {
-    quantize<kHeadDim, true, false><<<blocks, kThreads, 0, stream>>>(params, grid);
-  } else if (!all_bf16) {
-    quantize<kHeadDim, false, false><<<blocks, kThreads, 0, stream>>>(params, grid);
-  } else {
-    quantize<kHeadDim, false, true><<<blocks, kThreads, 0, stream>>>(params, grid);
+  if (params.image_kind == ElementKind::kE5m2) {
+    return launch_steps<kHeadDim, true, false>(params, grid, stream);
   }
-  error = cudaGetLastError();
-  if (error != cudaSuccess || !has_value_steps(params)) return error;
-  if (e5m2) {
-    finish_values<kHeadDim, true><<<grid.finalize_blocks, kThreads, 0, stream>>>(params, grid);
-  } else {
-    finish_values<kHeadDim, false><<<grid.finalize_blocks, kThreads, 0, stream>>>(params, grid);
-  }
-  return cudaGetLastError();
+  return all_bf16 ? launch_steps<kHeadDim, false, true>(params, grid, stream)
+                  : launch_steps<kHeadDim, false, false>(params, grid, stream);
 }
 
 }  // namespace jax_fa3

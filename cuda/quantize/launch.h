@@ -33,9 +33,10 @@ FA3_HOST_DEVICE constexpr int64_t quantize_chunks(int64_t seqlen_k) {
   return (seqlen_k + kStatsChunk - 1) / kStatsChunk;
 }
 
-// Three or four kernels on `stream`. cudaErrorInvalidValue, before any launch: a size below 1, heads that
-// do not divide, a head_dim other than 64, 128 and 256, hadamard with float8 q or k, an image kind that
-// is no float8, more than 2^31 - 1 blocks, or 2 GB in 128 rows.
+// Three or four kernels on `stream`, each but the first of which may start before the one ahead has ended
+// (ptx/dependent.cuh). cudaErrorInvalidValue, before any launch: a size below 1, heads that do not divide,
+// a head_dim other than 64, 128 and 256, hadamard with float8 q or k, an image kind that is no float8, more
+// than 2^31 - 1 blocks, or 2 GB in 128 rows.
 cudaError_t launch_quantize(const QuantizeParams& params, cudaStream_t stream);
 
 }  // namespace jax_fa3

@@ -32,6 +32,7 @@ struct QuantizeParams {
   bool hadamard;      // needs 16-bit q and k
   bool smooth_key;    // acts on a 16-bit k only
   bool center_value;  // acts on a 16-bit v only
+  bool wants_shift;   // else q_shift is 0, and a row's logits are off by one number
 
   // Results; every byte of them is written. rows = seqlen_q rounded up to kSlab,
   // granules = seqlen_k / kGranule rounded up; layouts in common/layout.h.

@@ -1,8 +1,9 @@
-// Third kernel of the quantiser: the operand images.
+// Kernels of the quantiser behind the statistics: the operand images, and what they wait for.
 #pragma once
 
 #include <cstdint>
 
+#include "../ptx/dependent.cuh"
 #include "grid.h"
 #include "launch.h"
 #include "load.cuh"
@@ -83,11 +84,12 @@ __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
   RowPair<kHeadDim> loaded;
   loaded.load(q, warp_row, rows);
   const int kv_head = static_cast<unsigned>(place.head) / static_cast<unsigned>(grid.group);
-  const bool smooth = params.smooth_key && !is_float8(params.k_kind);
-  if (smooth) {
+  const bool shifted = is_shifted(params);
+  if (shifted) {
+    ptx::wait_for_last_launch();
     if (static_cast<int>(threadIdx.x) < kHeadDim) {
-      smem.k_mean[threadIdx.x] = __ldg(workspace_slot(params, place.batch, kv_head, grid.chunks) +
-                                       kMeanK * kHeadDim + threadIdx.x);
+      smem.k_mean[threadIdx.x] = workspace_slot(params, place.batch, kv_head,
+                                                grid.chunks)[kMeanK * kHeadDim + threadIdx.x];
     }
     __syncthreads();  // the mean is there
   }
@@ -124,7 +126,7 @@ __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
     }
 
     float shift[2] = {};
-    if (smooth) {
+    if (shifted) {
 #pragma unroll
       for (int v = 0; v < kValues; v += 4) {
         const float4 mean = at_values(smem.k_mean, v);
@@ -145,7 +147,7 @@ __device__ __forceinline__ void quantize_q_tiles(const QuantizeParams& params,
       const float amax = row_amax(y[r], code_factor, &bad);
       bad |= bad_words[r];
       if (kAllBf16 && !hadamard) bad |= quad_any(has_nonfinite_values(y[r]));
-      if (smooth) shift[r] = quad_sum(shift[r]) * row_factor;
+      if (shifted) shift[r] = quad_sum(shift[r]) * row_factor;
       const int row = warp_row + g + 8 * r;
       if (row >= padded_end) continue;  // the last slabs of the pass may not exist
       const int exponent = operand_exponent(amax, kHeadDim);
@@ -185,7 +187,7 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
   const bool hadamard = params.hadamard;
   float* results = workspace_slot(params, batch, head, grid.chunks);
 
-  // v's first block on its way, and all of k
+  // v's first block is on its way while the means are waited for, then all of k.
   const RowView v(params.v, params.v_kind, batch, params.seqlen_k, params.num_heads_kv, head,
                   kHeadDim, first);
   const RowView k(params.k, params.k_kind, batch, params.seqlen_k, params.num_heads_kv, head,
@@ -200,13 +202,15 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
       loaded[pass].load(k, Traits::first_row(pass), end);
     }
   };
-  if constexpr (kHeadDim < 256) load_k();
   const bool smooth = params.smooth_key && !is_float8(params.k_kind);
+  ptx::wait_for_last_launch();
   if (thread < kHeadDim) {  // there are no fewer threads
-    smem.k_mean[thread] = __ldg(results + kMeanK * kHeadDim + thread);
-    smem.values.center[thread] = __ldg(results + kMeanV * kHeadDim + thread);
-    smem.values.multiplier[thread] = __ldg(results + kMultiplierV * kHeadDim + thread);
+    smem.k_mean[thread] = results[kMeanK * kHeadDim + thread];
+    smem.values.center[thread] = results[kMeanV * kHeadDim + thread];
+    smem.values.multiplier[thread] = results[kMultiplierV * kHeadDim + thread];
   }
+  // NOTE: behind the means, which would queue up behind k.
+  if constexpr (kHeadDim < 256) load_k();
   __syncthreads();  // the means are there
 
   // v
@@ -287,47 +291,14 @@ __device__ __forceinline__ void quantize_kv_granule(const QuantizeParams& params
   }
 }
 
-// quantize: one CTA per granule of k and v, then one per run of tiles of q. Neighbouring CTAs take
-// neighbouring heads, which lie side by side in memory.
-// Threads    a warp rotates 16 rows of q or k at a time, or turns 64 channels of 32 keys of v; all of
-//            it stays in registers. The next rows of q are loaded as soon as these are rotated.
-// Smem       QuantizeSmem.   Barriers: one after the means are there; for k and v one more, after maxima
-//            and errors are written, and two where v holds a NaN or Inf.
-// Traffic    3 bytes an element of q, k and v (float8: 2), none read twice; reads are 16-byte
-//            vectors of whole 64- or 128-byte runs, writes whole 32-byte sectors.
-// Work       instructions per element at head_dim 128. q, k: sign 0.75, mma 0.25, butterfly 3, mean 1,
-//            max 1, scale 1, cast 0.5: 7.5. v: widen 1, centre 1, scale 1, cast and back 1, max 0.5,
-//            mma 0.25: 5. At 4 TB/s an SM has 23.
-// Numerics   float32 in a fixed order: the same bits on every run, whatever the grid.
-// kAllBf16   q, k and v are bfloat16, which the compiler may then count on.
-template <int kHeadDim, bool kE5m2, bool kAllBf16>
-__global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads,
-                                  QuantizeTraits<kHeadDim>::kCtasPerSm)
-    quantize(const QuantizeParams given, const QuantizeGrid grid) {
-  using Traits = QuantizeTraits<kHeadDim>;
-  QuantizeParams params = given;
-  if (kAllBf16) params.q_kind = params.k_kind = params.v_kind = ElementKind::kBf16;
-  __shared__ QuantizeSmem<Traits> smem;
-  const int block = static_cast<int>(blockIdx.x);
-  if (block < grid.kv_blocks) {
-    quantize_kv_granule<Traits, kE5m2>(params, grid, block, smem);
-  } else {
-    quantize_q_tiles<Traits, kE5m2, kAllBf16>(params, grid, block - grid.kv_blocks, smem);
-  }
-}
-
-// finish_values: one CTA per (batch, kv head), after all granules. Quantises v again where a value did not
-// fit its channel's scale (with_room), and turns the sums of all granules' errors into v_mean.
-// Threads    as in quantize; thread % head_dim = channel of the sums.
-// Smem       ValueSmem.   Barriers: one after the centre is there, one after the groups' sums are.
-template <int kHeadDim, bool kE5m2>
-__global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads, 1)
-    finish_values(const QuantizeParams params, const QuantizeGrid grid) {
-  using Traits = QuantizeTraits<kHeadDim>;
-  __shared__ ValueSmem<kHeadDim> smem;
+// After all granules of a kv head: quantises v again where a value did not fit its channel's scale
+// (with_room), and turns the sums of all granules' errors into v_mean. thread % head_dim = channel of the sums.
+template <typename Traits, bool kE5m2>
+__device__ __forceinline__ void finish_values(const QuantizeParams& params,
+                                              const QuantizeGrid& grid, int batch, int head,
+                                              ValueSmem<Traits::kHeadDim>& smem) {
+  constexpr int kHeadDim = Traits::kHeadDim;
   const int thread = static_cast<int>(threadIdx.x);
-  const int head = static_cast<int>(blockIdx.x) % params.num_heads_kv;
-  const int batch = static_cast<int>(blockIdx.x) / params.num_heads_kv;
   const float* results = workspace_slot(params, batch, head, grid.chunks);
   if (thread < kHeadDim) smem.center[thread] = results[kMeanV * kHeadDim + thread];
   __syncthreads();  // the centre is there
@@ -336,6 +307,65 @@ __global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads, 1)
     quantize_values_again<Traits, kE5m2>(params, batch, head, smem);
   }
   if (params.center_value) correct_v_mean<Traits>(params, batch, head, smem);
+}
+
+// Shared memory of a launch's CTAs.
+template <typename Traits, QuantizeStep kStep>
+union StepSmem {
+  QuantizeSmem<Traits> images;
+};
+template <typename Traits>
+union StepSmem<Traits, QuantizeStep::kMeans> {
+  QuantizeSmem<Traits> images;
+  MeansSmem<Traits::kHeadDim> means;
+};
+
+// quantize: three launches. The first CTAs of each have one kv head each, where they find the means and
+// scales (kMeans) or end the values (kEnds), or one granule of k and v (kKeysAndValues); they wait for the
+// launch before. The others have a run of tiles of q each, and wait for it only if they shift. Neighbouring
+// CTAs take neighbouring heads, which lie side by side in memory.
+// Threads    a warp rotates 16 rows of q or k at a time, or turns 64 channels of 32 keys of v; all of
+//            it stays in registers. The next rows of q are loaded as soon as these are rotated.
+// Smem       StepSmem.   Barriers: for q one, where it shifts, after the mean is there; for k and v one after
+//            the means are there, one after maxima and errors are written, and two where v holds a NaN or Inf;
+//            for an end one after the centre is there, one after the groups' sums are.
+// Traffic    3 bytes an element of q, k and v (float8: 2), none read twice; reads are 16-byte
+//            vectors of whole 64- or 128-byte runs, writes whole 32-byte sectors.
+// Work       instructions per element at head_dim 128. q, k: sign 0.75, mma 0.25, butterfly 3, mean 1,
+//            max 1, scale 1, cast 0.5: 7.5. v: widen 1, centre 1, scale 1, cast and back 1, max 0.5,
+//            mma 0.25: 5. At 4 TB/s an SM has 23.
+// Numerics   float32 in a fixed order: the same bits on every run, whatever the grid.
+// kAllBf16   q, k and v are bfloat16, which the compiler may then count on. Else q is beside k and v only.
+// NOTE: no CTA loads as constant (__ldg) what the quantiser wrote, for it may start before that is written.
+// One kernel for all steps has worse code for each.
+template <int kHeadDim, bool kE5m2, bool kAllBf16, QuantizeStep kStep>
+__global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads,
+                                  QuantizeTraits<kHeadDim>::kCtasPerSm)
+    quantize(const QuantizeParams given, const QuantizeGrid grid) {
+  using Traits = QuantizeTraits<kHeadDim>;
+  if constexpr (kStep != QuantizeStep::kEnds) ptx::let_next_launch_start();
+  QuantizeParams params = given;
+  if (kAllBf16) params.q_kind = params.k_kind = params.v_kind = ElementKind::kBf16;
+  __shared__ StepSmem<Traits, kStep> smem;
+  const int block = static_cast<int>(blockIdx.x), own = grid.own_blocks(kStep);
+  if (block >= own) {
+    if constexpr (kAllBf16 || kStep == QuantizeStep::kKeysAndValues) {
+      quantize_q_tiles<Traits, kE5m2, kAllBf16>(
+          params, grid, block - own + grid.first_q_block(kStep), smem.images);
+    }
+    return;
+  }
+  if constexpr (kStep == QuantizeStep::kKeysAndValues) {
+    quantize_kv_granule<Traits, kE5m2>(params, grid, block, smem.images);
+  } else {
+    const int batch = block / params.num_heads_kv, head = block - batch * params.num_heads_kv;
+    ptx::wait_for_last_launch();
+    if constexpr (kStep == QuantizeStep::kMeans) {
+      find_means<kHeadDim, Traits::kThreads>(params, batch, head, smem.means);
+    } else {
+      finish_values<Traits, kE5m2>(params, grid, batch, head, smem.images.values);
+    }
+  }
 }
 
 }  // namespace jax_fa3

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "../ptx/compiler.cuh"
 #include "../ptx/mma.cuh"
 #include "launch.h"
 #include "load.cuh"
@@ -261,7 +262,8 @@ __device__ __forceinline__ void quantize_values_again(const QuantizeParams& para
     const int64_t image_granule =
         (batch * params.num_heads_kv + head) * static_cast<int64_t>(granules) + granule;
     for (int pass = 0; pass < Traits::kValuePasses; ++pass) {
-      const int channel = Traits::value_channel(pass);
+      int channel = Traits::value_channel(pass);
+      ptx::keep_in_loop(channel);  // else its places in the image are spilled
       ValueBlock block;
       block.load(v, key, end, channel);
       LargestCodes unused = {};

@@ -1,34 +1,24 @@
-// First two kernels of the quantiser: means of k and v, scales of v, per (batch, kv head, channel), from
-// a sample (launch.h: key_sample).
+// Means of k and v and scales of v, per (batch, kv head, channel), from a sample (launch.h: key_sample): the
+// quantiser's first kernel, and what a CTA of the second does.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "launch.h"
+#include "../ptx/dependent.cuh"
+#include "grid.h"
 #include "load.cuh"
 #include "rotation.h"
 
 namespace jax_fa3 {
 
 inline constexpr int kStatsThreads = 256;
-inline constexpr int kFinalizeThreads = 1024;  // at most
 
 // Rows of a workspace slot [4][head_dim].
 enum WorkspaceRow { kSumK, kSumV, kMinV, kMaxV };
 // Rows of the last slot of each (batch, kv head). kMeanK has the order of an image row, and is rotated
 // where k is. The last row holds an integer: whether a value did not fit.
 enum WorkspaceResult { kMeanK, kMultiplierV, kMeanV, kClips };
-
-// One key in how many counts in the statistics of v.
-FA3_HOST_DEVICE constexpr int value_sample(const QuantizeParams& params) {
-  return is_float8(params.v_kind) ? 1 : key_sample(params.seqlen_k);
-}
-
-// Whether finish_values has something to do.
-FA3_HOST_DEVICE constexpr bool has_value_steps(const QuantizeParams& params) {
-  return !is_float8(params.v_kind) && (params.center_value || value_sample(params) != 1);
-}
 
 // Where slot `slot` (a chunk, or num_chunks for the results) of one kv head starts.
 __device__ __forceinline__ float* workspace_slot(const QuantizeParams& params, int64_t batch,
@@ -120,6 +110,7 @@ __device__ __forceinline__ void gather_rows(ChannelStats& stats, const RowView& 
 template <int kHeadDim, bool kAllBf16>
 __global__ void __launch_bounds__(kStatsThreads, kHeadDim == 64 ? 3 : 2)
     key_value_stats(const QuantizeParams given) {
+  ptx::let_next_launch_start();
   if (given.tile_counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *given.tile_counter = 0;
   QuantizeParams params = given;
   if (kAllBf16) params.k_kind = params.v_kind = ElementKind::kBf16;
@@ -201,52 +192,77 @@ __global__ void __launch_bounds__(kStatsThreads, kHeadDim == 64 ? 3 : 2)
   }
 }
 
-// finalize_stats: one CTA per (batch, kv head); chunks to means and scales.
-// Threads    thread % head_dim = channel; thread group w adds chunks w, w + groups, ...
-// Smem       partial[groups][4][head_dim], then total[4][head_dim], then a mean on its way through the
-//            rotation.   Barriers: one after each is written, two for a stage of the rotation.
-// Traffic    the workspace once.
-template <int kHeadDim>
-__global__ void __launch_bounds__(kFinalizeThreads) finalize_stats(const QuantizeParams params) {
-  constexpr int kMaxGroups = kFinalizeThreads / kHeadDim;
-  __shared__ float partial[kMaxGroups][4][kHeadDim];
-  __shared__ float total[4][kHeadDim];
-  __shared__ float stage_in[kHeadDim];
+// Groups of chunks whose sums are added up at last, times head_dim.
+inline constexpr int kStatsGroups = 1024;
 
-  const int head = static_cast<int>(blockIdx.x) % params.num_heads_kv;
-  const int batch = static_cast<int>(blockIdx.x) / params.num_heads_kv;
+// What a CTA needs to find means and scales.
+template <int kHeadDim>
+struct MeansSmem {
+  float partial[kStatsGroups / kHeadDim][kHeadDim];  // of one statistic
+  float total[4][kHeadDim];
+  float stage_in[kHeadDim];  // a mean on its way through the rotation
+};
+
+// Chunks of one kv head to means and scales, by all threads of a CTA.
+// Threads    thread % head_dim = channel. Group w of kStatsGroups / head_dim adds chunks w, w + groups, ...;
+//            a thread has every kRealGroups-th group.
+// Barriers   two a statistic, two a stage of the rotation.
+// Traffic    the workspace once.
+template <int kHeadDim, int kThreads>
+__device__ __forceinline__ void find_means(const QuantizeParams& params, int64_t batch, int head,
+                                           MeansSmem<kHeadDim>& smem) {
+  constexpr int kMaxGroups = kStatsGroups / kHeadDim, kRealGroups = kThreads / kHeadDim;
+  constexpr int kOwn = kMaxGroups / kRealGroups;
   const int channel = static_cast<int>(threadIdx.x) % kHeadDim;
   const int group = static_cast<int>(threadIdx.x) / kHeadDim;
-  const int num_groups = static_cast<int>(blockDim.x) / kHeadDim;
   const int num_chunks = static_cast<int>(quantize_chunks(params.seqlen_k));
-
-  float sum_k = 0.0f, sum_v = 0.0f, low = INFINITY, high = -INFINITY;
-#pragma unroll 4
-  for (int chunk = group; chunk < num_chunks; chunk += num_groups) {
-    const float* slot = workspace_slot(params, batch, head, chunk) + channel;
-    sum_k += slot[kSumK * kHeadDim];
-    sum_v += slot[kSumV * kHeadDim];
-    low = fminf(low, slot[kMinV * kHeadDim]);
-    high = fmaxf(high, slot[kMaxV * kHeadDim]);
+  const int num_groups = num_chunks < kMaxGroups ? num_chunks : kMaxGroups;
+  float sums[kOwn][4];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    sums[i][kSumK] = sums[i][kSumV] = 0.0f;
+    sums[i][kMinV] = INFINITY, sums[i][kMaxV] = -INFINITY;
   }
-  partial[group][kSumK][channel] = sum_k;
-  partial[group][kSumV][channel] = sum_v;
-  partial[group][kMinV][channel] = low;
-  partial[group][kMaxV][channel] = high;
-  __syncthreads();
-
-  // One group per statistic (fewer groups: some take several).
-  for (int row = group; row < 4; row += num_groups) {
-    float value = partial[0][row][channel];
-    for (int w = 1; w < num_groups; ++w) {
-      const float other = partial[w][row][channel];
-      value = row == kMinV   ? fminf(value, other)
-              : row == kMaxV ? fmaxf(value, other)
-                             : value + other;
+  for (int first = 0; first < num_chunks; first += num_groups) {
+    float values[kOwn][4];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int own = group + i * kRealGroups, chunk = first + own;
+      const bool exists = own < num_groups && chunk < num_chunks;
+      const float* slot = workspace_slot(params, batch, head, exists ? chunk : 0) + channel;
+#pragma unroll
+      for (int row = 0; row < 4; ++row) values[i][row] = slot[row * kHeadDim];
+      if (!exists) {
+        values[i][kSumK] = values[i][kSumV] = 0.0f;
+        values[i][kMinV] = INFINITY, values[i][kMaxV] = -INFINITY;
+      }
     }
-    total[row][channel] = value;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      sums[i][kSumK] += values[i][kSumK];
+      sums[i][kSumV] += values[i][kSumV];
+      sums[i][kMinV] = fminf(sums[i][kMinV], values[i][kMinV]);
+      sums[i][kMaxV] = fmaxf(sums[i][kMaxV], values[i][kMaxV]);
+    }
   }
-  __syncthreads();
+#pragma unroll
+  for (int row = 0; row < 4; ++row) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) smem.partial[group + i * kRealGroups][channel] = sums[i][row];
+    __syncthreads();  // the groups' sums are there
+    if (group == row % kRealGroups) {
+      float value = smem.partial[0][channel];
+      for (int w = 1; w < num_groups; ++w) {
+        const float other = smem.partial[w][channel];
+        value = row == kMinV   ? fminf(value, other)
+                : row == kMaxV ? fmaxf(value, other)
+                               : value + other;
+      }
+      smem.total[row][channel] = value;
+    }
+    __syncthreads();  // they have been read, and the total is there
+  }
+  const auto& total = smem.total;
 
   // The mean of k, rotated as the rows are: stage by stage in shared memory.
   const auto count = [&](int sample) {
@@ -257,9 +273,9 @@ __global__ void __launch_bounds__(kFinalizeThreads) finalize_stats(const Quantiz
   float rotated = params.hadamard && is_negated(channel) ? -mean_k : mean_k;
   for (int stage = 0; params.hadamard && 1 << stage < kHeadDim; ++stage) {
     const int bit = rotation_stage(stage);
-    if (group == 0) stage_in[channel] = rotated;
+    if (group == 0) smem.stage_in[channel] = rotated;
     __syncthreads();
-    const float other = stage_in[channel ^ bit];
+    const float other = smem.stage_in[channel ^ bit];
     rotated = channel & bit ? other - rotated : rotated + other;
     __syncthreads();  // all have read
   }
@@ -267,15 +283,14 @@ __global__ void __launch_bounds__(kFinalizeThreads) finalize_stats(const Quantiz
 
   const bool v_is_float8 = is_float8(params.v_kind);
   const bool center = params.center_value && !v_is_float8;
-  low = total[kMinV][channel];
-  high = total[kMaxV][channel];
+  const float low = total[kMinV][channel], high = total[kMaxV][channel];
   const float mean_v = center ? total[kSumV][channel] / count(value_sample(params)) : 0.0f;
   // Rounding is monotone, so the extremes give the largest magnitude. Without a finite value low >
   // high.
   float amax = low > high ? 0.0f : fmaxf(fabsf(high - mean_v), fabsf(low - mean_v));
   if (value_sample(params) != 1) amax = with_room(amax);
 
-  const int64_t kv_head = static_cast<int64_t>(batch) * params.num_heads_kv + head;
+  const int64_t kv_head = batch * params.num_heads_kv + head;
   const int64_t place = kv_head * kHeadDim + channel;
   const float v_factor = v_is_float8 ? params.v_factor_of(kv_head) : 1.0f;
   const ValueScale scale =

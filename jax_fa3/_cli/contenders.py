@@ -223,6 +223,7 @@ def _kernel_alone(
             hadamard=bool(quantization.hadamard),  # "auto" is on for 64, 128 and 256
             smooth_key=quantization.smooth_key,
             center_value=quantization.center_value,
+            wants_shift=False,
         )
         return _ffi.quantize_operands(inputs)
 

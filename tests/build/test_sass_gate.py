@@ -57,6 +57,7 @@ GOOD_OPCODES = {
     "backward in order": [*NATIVE, *EXP2],
     "backward rows": ["LDG.E", "STG.E"],
     "rotation": ["LDG.E.128", "HMMA.16816.F32.BF16", "STG.E.128"],
+    "means": ["LDG.E", "STG.E"],
     "quantize": ["LDG.E", "STG.E.U8"],
     "tile counter": ["STG.E"],
 }
@@ -82,6 +83,7 @@ SYMBOLS = {
     "backward in order": "_ZN7jax_fa313bwd_dq_kernelINS_6BwdD64INS_3ptx4Bf16ELb1EEEEEvv{}",
     "backward rows": "_ZN7jax_fa315bwd_rows_kernelINS_6BwdD64INS_3ptx4Bf16ELb1EEEEEvv{}",
     "rotation": "_ZN7jax_fa38quantizeILi64ELb0ELb1EEEvNS_14QuantizeParamsENS_12QuantizeGridE{}",
+    "means": "_ZN7jax_fa38quantizeILi64ELb0ELb0ELNS_12QuantizeStepE0EEEvv{}",
     "quantize": "_ZN7jax_fa314key_value_statsILi64EEEvNS_14QuantizeParamsE{}",
     "tile counter": "_ZN7jax_fa319tile_counter_kernelEPi{}",
 }

@@ -163,6 +163,7 @@ def quantize(
     hadamard: bool,
     smooth_key: bool,
     center_value: bool,
+    wants_shift: bool,
     dtype: np.dtype,
     k_mean: np.ndarray | None = None,
     v_mean: np.ndarray | None = None,
@@ -188,13 +189,27 @@ def quantize(
             hadamard,
             smooth_key,
             center_value,
+            wants_shift,
             np.dtype(dtype),
             k_mean,
             v_mean,
         )
 
 
-def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dtype, k_mean, v_mean):
+def _quantize(
+    q,
+    k,
+    v,
+    factor,
+    v_factor,
+    hadamard,
+    smooth_key,
+    center_value,
+    wants_shift,
+    dtype,
+    k_mean,
+    v_mean,
+):
     head_dim = q.shape[-1]
     group_size = q.shape[2] // k.shape[2]
     seqlen_k = k.shape[1]
@@ -231,7 +246,7 @@ def _quantize(q, k, v, factor, v_factor, hadamard, smooth_key, center_value, dty
     # a product is the same before and after the rotation, but for its factor
     of_q_head = np.repeat(k_mean, group_size, axis=1)[:, :, None, :].astype(np.float64)
     products = ((rotate(q_real) / head_dim if hadamard else q_real) * of_q_head).sum(-1)
-    q_shift = (products * row_factor).astype(np.float32)
+    q_shift = (products * row_factor * wants_shift).astype(np.float32)
 
     # k: one exponent a granule
     y = (rotate(k_real) if hadamard else k_real) - k_mean[:, :, None, :]

@@ -37,12 +37,14 @@ class Case:
     hadamard: bool = True
     smooth_key: bool = True
     center_value: bool = True
+    wants_shift: bool = True
 
     def flags(self) -> dict[str, bool]:
         return {
             "hadamard": self.hadamard,
             "smooth_key": self.smooth_key,
             "center_value": self.center_value,
+            "wants_shift": self.wants_shift,
         }
 
     def __str__(self) -> str:
@@ -77,6 +79,19 @@ def cases() -> list[Case]:
         Case(seqlen_k=1300, batch=1, image_dtype="e5m2", data="beyond"),
         Case(seqlen_k=1300, batch=1, data="beyond", center_value=False),
         Case(seqlen_k=1300, batch=1, data="zeros"),
+        # query images that wait for no mean
+        *(
+            Case(
+                seqlen_q=200,
+                seqlen_k=1100,
+                head_dim=head_dim,
+                batch=1,
+                data=data,
+                wants_shift=False,
+            )
+            for head_dim, data in ((64, "beyond"), (128, "bad"), (256, "biased"))
+        ),
+        Case(v_dtype="e4m3", wants_shift=False),  # without a last launch
         # data
         *(
             Case(

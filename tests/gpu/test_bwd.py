@@ -123,6 +123,7 @@ def test_keys_from_images_are_those_from_arrays(causal: str | None, image_dtype:
                     hadamard=True,
                     smooth_key=True,
                     center_value=True,
+                    wants_shift=True,
                 )
             )
             query, key, value = _ffi.dequantize_operands(images, **sizes)

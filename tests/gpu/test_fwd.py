@@ -15,6 +15,8 @@ import tolerances
 from gpu import reference
 from gpu.reference import attend, run, run_presets
 
+import jax_fa3
+
 gpu = pytest.mark.gpu
 FP8 = ("accurate", "fast", "e5m2")
 CAUSALS = (None, "bottom_right", "top_left")
@@ -279,6 +281,39 @@ def test_rows_without_keys(seqlen_q: int, seqlen_k: int, head_dim: int) -> None:
         assert np.isfinite(result.logsumexp[:, :, empty:]).all(), name
     if seqlen_q < 1000:
         check(results, inputs, causal="bottom_right", softmax_scale=None, note=lambda *_: None)
+
+
+@gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_without_the_logsumexp(head_dim: int) -> None:
+    """Results are the same where nobody sees the logsumexp, which is another one then: keys have a
+    mean."""
+    case = cases.Case(
+        "alone", seqlen_q=700, seqlen_k=1100, num_heads_q=4, num_heads_kv=2, head_dim=head_dim
+    )
+    inputs = cases.make_inputs(case, distribution="biased")
+
+    def every(inputs: Any, returns: bool) -> Any:
+        def attention(*main: Any) -> Any:
+            found = jax_fa3.attention(
+                *main,
+                return_logsumexp=returns,
+                implementation=reference.IMPLEMENTATION,
+                **reference.PRESETS["accurate"],
+            )
+            return found[0] if returns else found
+
+        main = [inputs[name] for name in reference.MAIN]
+        out, pull = jax.vjp(attention, *main)
+        return [x.astype(jnp.float32) for x in (attention(*main), out, *pull(jnp.sin(out)))]
+
+    (alone, *of_alone), (beside, *of_beside) = (
+        run(lambda x, returns=returns: every(x, returns), inputs) for returns in (False, True)
+    )
+    np.testing.assert_array_equal(alone, beside)
+    np.testing.assert_array_equal(alone, of_alone[0])
+    for got, wanted in zip(of_alone, of_beside, strict=True):
+        assert np.linalg.norm(got - wanted) < 2e-3 * np.linalg.norm(wanted)
 
 
 @gpu

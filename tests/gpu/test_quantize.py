@@ -80,10 +80,11 @@ def test_more_than_65535_batch_heads():
         np.testing.assert_array_equal(last.view(alone[name].dtype), alone[name], name)
 
 
+@pytest.mark.parametrize("wants_shift", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_runs_of_query_tiles(head_dim):
+def test_runs_of_query_tiles(head_dim, wants_shift):
     """With so many tiles that a CTA takes several, a batch comes out as it does alone."""
-    case = Case(seqlen_q=700, seqlen_k=65, head_dim=head_dim, batch=90)
+    case = Case(seqlen_q=700, seqlen_k=65, head_dim=head_dim, batch=90, wants_shift=wants_shift)
     inputs = [jnp.asarray(x) for x in quantize_data.make(case)]
     many = as_numpy(quantize(case, *inputs))
     for batch in (0, 41, 89):

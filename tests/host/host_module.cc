@@ -131,10 +131,11 @@ void bind_numerics(py::module_& m) {
 
 void bind_grid(py::module_& m) {
   m.def("quantize_chunks", &quantize_chunks);
-  // (stats, finalize, finalize threads, kv, q) blocks, or None when the launch refuses.
+  // Blocks of the statistics, heads, k and v, and q, how many of the last are early and late; or None when the
+  // launch refuses.
   m.def("quantize_grid",
         [](int batch, int seqlen_q, int seqlen_k, int num_heads_q, int num_heads_kv, int head_dim,
-           bool hadamard, bool q_is_float8) -> py::object {
+           bool hadamard, bool q_is_float8, bool wants_shift) -> py::object {
           QuantizeParams params{};
           params.q_kind = q_is_float8 ? ElementKind::kE4m3 : ElementKind::kBf16;
           params.k_kind = params.v_kind = ElementKind::kBf16;
@@ -142,11 +143,12 @@ void bind_grid(py::module_& m) {
           params.batch = batch, params.seqlen_q = seqlen_q, params.seqlen_k = seqlen_k;
           params.num_heads_q = num_heads_q, params.num_heads_kv = num_heads_kv,
           params.head_dim = head_dim;
-          params.hadamard = hadamard;
+          params.hadamard = hadamard, params.smooth_key = params.center_value = true,
+          params.wants_shift = wants_shift;
           QuantizeGrid grid;
           if (!make_quantize_grid(params, &grid)) return py::none();
-          return py::make_tuple(grid.stats_blocks, grid.finalize_blocks, grid.finalize_threads,
-                                grid.kv_blocks, grid.q_blocks);
+          return py::make_tuple(grid.stats_blocks, grid.head_blocks, grid.kv_blocks, grid.q_blocks,
+                                grid.q_early, grid.q_late);
         });
 }
 

@@ -37,37 +37,45 @@ ElementKind kind_of(const std::string& dtype) {
                               ".");
 }
 
-template <int kHeadDim>
-void run_kernels(const QuantizeParams& params, const QuantizeGrid& grid) {
-  const bool all_bf16 = params.q_kind == ElementKind::kBf16 &&
-                        params.k_kind == ElementKind::kBf16 && params.v_kind == ElementKind::kBf16;
-  cuda_on_host::launch(grid.stats_blocks, kStatsThreads, [&] {
-    all_bf16 ? key_value_stats<kHeadDim, true>(params) : key_value_stats<kHeadDim, false>(params);
-  });
-  cuda_on_host::launch(grid.finalize_blocks, grid.finalize_threads,
-                       [&] { finalize_stats<kHeadDim>(params); });
-  cuda_on_host::launch(grid.kv_blocks + grid.q_blocks, QuantizeTraits<kHeadDim>::kThreads, [&] {
+// The CTAs of a launch that have tiles of q, or the others.
+template <int kHeadDim, QuantizeStep kStep>
+void run_step(const QuantizeParams& params, const QuantizeGrid& grid, bool of_q) {
+  cuda_on_host::launch(grid.blocks(kStep), QuantizeTraits<kHeadDim>::kThreads, [&] {
+    if ((static_cast<int>(blockIdx.x) >= grid.own_blocks(kStep)) != of_q) return;
     if (params.image_kind == ElementKind::kE5m2) {
-      quantize<kHeadDim, true, false>(params, grid);
-    } else if (!all_bf16) {
-      quantize<kHeadDim, false, false>(params, grid);
+      quantize<kHeadDim, true, false, kStep>(params, grid);
+    } else if (!is_all_bf16(params)) {
+      quantize<kHeadDim, false, false, kStep>(params, grid);
     } else {
-      quantize<kHeadDim, false, true>(params, grid);
+      quantize<kHeadDim, false, true, kStep>(params, grid);
     }
-  });
-  if (!has_value_steps(params)) return;
-  cuda_on_host::launch(grid.finalize_blocks, QuantizeTraits<kHeadDim>::kThreads, [&] {
-    params.image_kind == ElementKind::kE5m2 ? finish_values<kHeadDim, true>(params, grid)
-                                            : finish_values<kHeadDim, false>(params, grid);
   });
 }
 
+template <int kHeadDim>
+void run_kernels(const QuantizeParams& params, const QuantizeGrid& grid) {
+  // They wait for nothing, so they may be first.
+  const bool q_first = spreads_q(params);
+  if (q_first) run_step<kHeadDim, QuantizeStep::kMeans>(params, grid, true);
+  cuda_on_host::launch(grid.stats_blocks, kStatsThreads, [&] {
+    is_all_bf16(params) ? key_value_stats<kHeadDim, true>(params)
+                        : key_value_stats<kHeadDim, false>(params);
+  });
+  run_step<kHeadDim, QuantizeStep::kMeans>(params, grid, false);
+  if (!q_first) run_step<kHeadDim, QuantizeStep::kMeans>(params, grid, true);
+  for (const bool of_q : {true, false})
+    run_step<kHeadDim, QuantizeStep::kKeysAndValues>(params, grid, of_q);
+  if (!has_value_steps(params)) return;
+  for (const bool of_q : {true, false}) run_step<kHeadDim, QuantizeStep::kEnds>(params, grid, of_q);
+}
+
 // q, k, v: the arrays' bytes, last axis in bytes: [batch, seqlen, heads, head_dim * itemsize]. q_run: tiles of
-// q in a block; 0 for as many as the launch gives it.
+// q in a block, and a third of the blocks late; 0 for what the launch chooses.
 py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
                           const std::string& k_dtype, const std::string& v_dtype,
                           const std::string& image_dtype, Floats factor, Floats v_factor,
-                          bool hadamard, bool smooth_key, bool center_value, int q_run) {
+                          bool hadamard, bool smooth_key, bool center_value, bool wants_shift,
+                          int q_run) {
   QuantizeParams params{};
   params.q_kind = kind_of(q_dtype), params.k_kind = kind_of(k_dtype),
   params.v_kind = kind_of(v_dtype);
@@ -78,12 +86,13 @@ py::dict quantize_on_host(Bytes q, Bytes k, Bytes v, const std::string& q_dtype,
   params.num_heads_kv = static_cast<int>(k.shape(2));
   params.head_dim = static_cast<int>(q.shape(3)) / element_bytes(params.q_kind);
   params.hadamard = hadamard, params.smooth_key = smooth_key, params.center_value = center_value;
+  params.wants_shift = wants_shift;
   QuantizeGrid grid;
   if (!make_quantize_grid(params, &grid))
     throw std::invalid_argument("quantize_on_host: refused by the launch.");
   if (q_run != 0) {
-    grid.q_run = q_run;
-    grid.q_blocks = params.batch * params.num_heads_q * ((grid.q_tiles + q_run - 1) / q_run);
+    deal_q_tiles(params, q_run, 0, &grid);
+    deal_q_tiles(params, q_run, grid.q_blocks / 3, &grid);
   }
 
   const auto guarded = [](const void* data, size_t bytes) {

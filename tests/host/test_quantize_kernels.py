@@ -56,6 +56,7 @@ def raw_results(host, case, q, k, v, factor, v_factor, q_run=0):
         case.hadamard,
         case.smooth_key,
         case.center_value,
+        case.wants_shift,
         q_run,
     )
 
@@ -214,10 +215,12 @@ def test_check_rejects_wrong_images(host):
         quantize_data.check(case, near, model, exact=True)
 
 
+@pytest.mark.parametrize("wants_shift", [False, True])
 @pytest.mark.parametrize(("head_dim", "seqlen_q"), [(64, 577), (128, 577), (256, 300)])
-def test_runs_of_query_tiles(host, head_dim, seqlen_q):
-    """However many tiles of q a block takes, the bits are the same."""
-    case = Case(seqlen_q=seqlen_q, seqlen_k=130, head_dim=head_dim, batch=1, data="bad")
+def test_runs_of_query_tiles(host, head_dim, seqlen_q, wants_shift):
+    """However many tiles of q a block takes, and in whichever launch, the bits are the same."""
+    case = Case(seqlen_q=seqlen_q, seqlen_k=130, head_dim=head_dim, batch=1, data="bad",
+                wants_shift=wants_shift)  # fmt: skip
     inputs = quantize_data.make(case)
     single = run_on_host(host, case, *inputs, q_run=1)
     for q_run in (2, 3, 8):
@@ -352,16 +355,23 @@ def grid(
     head_dim=128,
     hadamard=True,
     f8=False,
+    shift=True,
 ):
-    return host.quantize_grid(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, hadamard, f8)
+    return host.quantize_grid(
+        batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, hadamard, f8, shift
+    )
 
 
 def test_grid(host):
-    assert grid(host) == (8, 4, 256, 32, 12)
-    assert grid(host, batch=70_000)[4] == 420_000
-    assert grid(host, seqlen_k=2**20)[:3] == (4 * 2048, 4, 1024)
-    assert grid(host, seqlen_q=2**13 + 1)[4] == 12 * 65  # too few tiles for runs
-    assert grid(host, seqlen_q=2**14 + 1)[4] == 12 * 43  # runs of three, the last one shorter
+    assert grid(host) == (8, 4, 32, 12, 0, 0)
+    assert grid(host, batch=70_000)[3] == 420_000
+    assert grid(host, seqlen_k=2**20)[:2] == (4 * 2048, 4)
+    assert grid(host, seqlen_q=2**13 + 1)[3] == 12 * 65  # too few tiles for runs
+    assert grid(host, seqlen_q=2**14 + 1)[3] == 12 * 43  # runs of three, the last one shorter
+    # without the shift, query images need not wait for the means
+    assert grid(host, shift=False) == (8, 4, 32, 12, 12, 0)
+    assert grid(host, seqlen_q=2**14 + 1, shift=False)[3:] == (780, 780 - 193, 193)
+    assert grid(host, seqlen_q=2**17, shift=False)[3:] == (6144, 6144 - 256, 256)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_fp8_call_operands_and_attributes() -> None:
         "hadamard": "true",
         "smooth_key": "true",
         "center_value": "true",
+        "wants_shift": "true",
         "is_causal": "true",
         "bottom_right": "true",
         "linear_exp": "false",
@@ -362,6 +363,23 @@ def test_the_mean_of_the_keys_is_computed_where_the_logsumexp_has_a_gradient(ret
     text = cuda_text(gradients, *args)
     _, _, on_cuda = text.partition("@jax_fa3_quantize")
     assert ("stablehlo.reduce(" in on_cuda.partition("@jax_fa3_bwd_fp8")[0]) == returns
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_queries_are_shifted_where_the_logsumexp_is_returned(returns: bool) -> None:
+    """By what smoothing takes from their logits, and alike in the passes of one gradient."""
+    args = inputs()
+
+    def attention(*args: Any) -> Any:
+        return jax_fa3.attention(*args, return_logsumexp=returns)
+
+    def gradients(*args: Any) -> Any:
+        results, pull = jax.vjp(attention, *args)
+        return pull(results)
+
+    expected = str(returns).lower()
+    assert attributes(cuda_text(attention, *args), FP8_CALL)["wants_shift"] == expected
+    assert re.findall(r"wants_shift = (\w+)", cuda_text(gradients, *args)) == [expected] * 2
 
 
 def test_gradients_of_float16_inputs_are_taken_back_by_a_call_of_their_own() -> None:
