@@ -87,13 +87,14 @@ FA3_HOST_DEVICE constexpr int section_heads(int total_heads, int group_size, int
   return heads < total_heads ? static_cast<int>(heads) : (total_heads < 1 ? 1 : total_heads);
 }
 
-// The same with a causal mask where the tiles of a head add to the same memory, by how many tiles a head has: a
-// section has a tile for every SM (132, or a few less), so that who had a short one gets a long one of the next;
-// or at least two, where whole heads do not add up to that.
+// The same with a causal mask where nothing runs beside the last tiles, by how many tiles a head has. Sections
+// with a tile for every SM (132, or a few less) go two by two: whoever had a short one gets a long one of the
+// next. Where heads do not add up to that, a section has two for every SM at least, the long ones first.
 FA3_HOST_DEVICE constexpr int section_heads_by_tiles(int total_heads, int tiles) {
   constexpr int kSms = 132, kSpare = 8;
   const int once = kSms / tiles;
-  const int heads = once * tiles >= kSms - kSpare ? once : (2 * kSms - kSpare + tiles - 1) / tiles;
+  const bool pairs_up = once * tiles >= kSms - kSpare && total_heads % (2 * once) == 0;
+  const int heads = pairs_up ? once : (2 * kSms - kSpare + tiles - 1) / tiles;
   return heads < total_heads ? heads : total_heads;
 }
 

@@ -1,5 +1,6 @@
 """Masks and tile order of the forward, against brute force."""
 
+import heapq
 import itertools
 
 import numpy as np
@@ -125,6 +126,27 @@ def test_section_heads(host):
 
 @pytest.mark.parametrize("tiles", [*range(1, 150), 256, 257, 1000])
 def test_section_heads_by_tiles_fill_the_card(host, tiles):
-    heads = host.section_heads_by_tiles(10**6, tiles)
-    assert 124 <= heads * tiles <= 132 or heads * tiles >= 256 > (heads - 1) * tiles
-    assert host.section_heads_by_tiles(heads - 1 or 1, tiles) == (heads - 1 or 1)
+    for total in (1, 2, 3, 8, 24, 32, 10**6):
+        heads = host.section_heads_by_tiles(total, tiles)
+        if heads * tiles <= 132 and heads < total:
+            assert heads * tiles >= 124
+            assert total % (2 * heads) == 0
+        else:
+            assert heads == total or heads * tiles >= 256 > (heads - 1) * tiles
+
+
+def last_end(host, blocks, heads, section):
+    """When 132 SMs are done that take a tile whenever they are free; first blocks are longest."""
+    ends = [0] * 132
+    for index in range(blocks * heads):
+        block, _, _ = host.tile(blocks, heads, 1, section, False, index)
+        heapq.heapreplace(ends, ends[0] + 2 * (blocks - block) + 3)
+    return max(ends)
+
+
+@pytest.mark.parametrize("blocks", [5, 16, 24, 32, 47, 64, 90])
+def test_sections_by_tiles_end_together(host, blocks):
+    for heads in (1, 3, 4, 5, 6, 10, 16, 24, 33):
+        section = host.section_heads_by_tiles(heads, blocks)
+        least = last_end(host, blocks, heads, heads)  # all in one section, the longest first
+        assert last_end(host, blocks, heads, section) <= 1.08 * least
