@@ -173,6 +173,7 @@ def build(variants: Sequence[Variant], folder: Path, jobs: int) -> None:
     common = [
         compile_object(ROOT / "bindings/fwd_ffi.cc"),
         compile_object(ROOT / "cuda/common/tensor_map.cu"),
+        compile_object(ROOT / "cuda/fwd/tile_counter.cu"),
     ]
 
     def compile_variant(variant: Variant) -> str:
