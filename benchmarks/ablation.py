@@ -230,6 +230,7 @@ def operands(variant: Variant, shape: grid.Shape) -> tuple[jax.Array, ...]:
         hadamard=True,
         smooth_key=True,
         center_value=True,
+        wants_shift=False,
     )
     return tuple(_ffi.quantize_operands(inputs))
 
