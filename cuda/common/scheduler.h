@@ -92,9 +92,10 @@ FA3_HOST_DEVICE constexpr int section_heads(int total_heads, int group_size, int
 // next. Where heads do not add up to that, a section has two for every SM at least, the long ones first.
 FA3_HOST_DEVICE constexpr int section_heads_by_tiles(int total_heads, int tiles) {
   constexpr int kSms = 132, kSpare = 8;
-  const int once = kSms / tiles;
-  const bool pairs_up = once * tiles >= kSms - kSpare && total_heads % (2 * once) == 0;
-  const int heads = pairs_up ? once : (2 * kSms - kSpare + tiles - 1) / tiles;
+  for (int heads = kSms / tiles; heads * tiles >= kSms - kSpare; --heads) {
+    if (total_heads % (2 * heads) == 0) return heads;
+  }
+  const int heads = (2 * kSms - kSpare + tiles - 1) / tiles;
   return heads < total_heads ? heads : total_heads;
 }
 

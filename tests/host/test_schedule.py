@@ -135,6 +135,11 @@ def test_section_heads_by_tiles_fill_the_card(host, tiles):
             assert heads == total or heads * tiles >= 256 > (heads - 1) * tiles
 
 
+def test_any_section_of_a_tile_for_every_sm_may_pair_up(host):
+    assert host.section_heads_by_tiles(512, 4) == 32  # 33 would not
+    assert host.section_heads_by_tiles(2048, 1) == 128
+
+
 def last_end(host, blocks, heads, section):
     """When 132 SMs are done that take a tile whenever they are free; first blocks are longest."""
     ends = [0] * 132
