@@ -180,7 +180,7 @@ def build(variants: Sequence[Variant], folder: Path, jobs: int) -> None:
         path = folder / f"{variant.library}.cu"
         path.write_text(source(variant))
         command = [*compiler, "-Xptxas=-v", "-shared", str(path), *map(str, common)]
-        command += ["-o", str(path.with_suffix(".so"))]
+        command += ["-Xlinker=--no-undefined", "-o", str(path.with_suffix(".so"))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         path.with_suffix(".note").write_text("does not compile")
         if done.returncode != 0:
