@@ -188,6 +188,8 @@ class TestPrograms:
         assert len(forward) == 1
         # Inside a manual region calls are printed with their dialect.
         assert executions(text.replace("func.call @", "call @"), forward.pop()) == kernels
+        # Parts are merged by their logsumexp.
+        assert set(re.findall(r"wants_shift = (\w+)", text)) == {"true"}
 
     def test_each_permute_carries_one_array(self) -> None:
         """Some versions of XLA refuse a permute of two dtypes; the backward pass has both."""

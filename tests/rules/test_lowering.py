@@ -377,8 +377,12 @@ def test_queries_are_shifted_where_the_logsumexp_is_returned(returns: bool) -> N
         results, pull = jax.vjp(attention, *args)
         return pull(results)
 
+    def like_jax(*args: Any) -> Any:
+        return jax_fa3.dot_product_attention(*args, return_residual=returns)
+
     expected = str(returns).lower()
-    assert attributes(cuda_text(attention, *args), FP8_CALL)["wants_shift"] == expected
+    for function in (attention, like_jax):
+        assert attributes(cuda_text(function, *args), FP8_CALL)["wants_shift"] == expected
     assert re.findall(r"wants_shift = (\w+)", cuda_text(gradients, *args)) == [expected] * 2
 
 
