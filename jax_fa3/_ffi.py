@@ -81,7 +81,7 @@ class Rotation(NamedTuple):
     """Query and key of a backward call are the rotated ones of `dequantize_operands`."""
 
     softmax_scale: jax.Array  # f32 [], of the call that was quantised
-    key_mean: jax.Array  # f32 [batch, num_heads_kv, head_dim], taken from the keys
+    key_mean: jax.Array  # f32 [batch, num_heads_kv, head_dim], taken from the keys; or zeros
 
 
 class QuantizerInputs(NamedTuple):
