@@ -100,6 +100,7 @@ __device__ __forceinline__ void gather_rows(ChannelStats& stats, const RowView& 
 // Threads    head_dim / 8 lanes share a key; a thread owns the same 8 channels of every
 //            (256 / lanes)-th key of the chunk.
 // Smem       partial[8 warps][4][head_dim].   Barrier: one, after every warp has written its line.
+// Beside it  the first CTA clears the forward's tile counter, if there is one.
 // Order      fixed: a thread over its keys, lanes of a warp, warps 0..7. No atomics: two runs agree
 //            in every bit.
 // Traffic    the samples of k (when smoothing) and v once, 2 bytes an element, up to 16 x 16 bytes in

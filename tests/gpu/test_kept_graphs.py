@@ -67,11 +67,13 @@ def test_a_short_fp8_forward_is_one_graph() -> None:
 
 
 def test_graphs_keep_the_bits() -> None:
-    """More arrays than graphs are kept, in any order, from four threads at once."""
+    """More arrays than graphs are kept, in any order, from four threads at once. Those of the last
+    shape have more tiles than SMs, and launches that overlap where the others' do not."""
     rng = np.random.default_rng(1)
     kept, recorded = calls(), calls(compiler_options=RECORDED)
     cases = []
-    for shape in ((1, 256, 2, 64), (2, 130, 4, 128), (1, 77, 3, 256), (1, 1, 1, 64)):
+    shapes = ((1, 256, 2, 64), (2, 130, 4, 128), (1, 77, 3, 256), (1, 1, 1, 64), (8, 130, 40, 64))
+    for shape in shapes:
         for _ in range(6):
             operands = draw(rng, *shape)
             for preset in PRESETS:
