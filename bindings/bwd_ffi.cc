@@ -1,5 +1,5 @@
 // jax_fa3_bwd and jax_fa3_bwd_fp8: gradients of 16-bit attention from its operands, result and
-// logsumexp; the second takes keys and values as the quantiser wrote them.
+// logsumexp; the second takes keys and values as the quantiser wrote them, and may take codes of queries too.
 #include "bindings/ffi_check.h"
 #include "bindings/handlers.h"
 #include "cuda/bwd/launch.h"
@@ -109,13 +109,13 @@ ffi::Error bwd(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Any
   return check.launched(launch_bwd(params, element, static_cast<int>(sizes.head_dim), stream));
 }
 
-ffi::Error bwd_fp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_image, F32 k_descale,
-                   ffi::AnyBuffer v_image, F32 v_descale, F32 v_mean, ffi::AnyBuffer out,
-                   F32 logsumexp, ffi::AnyBuffer dout, F32 dlogsumexp, F32 softmax_scale,
-                   F32 input_scale, F32 key_mean, AnyResult dq, AnyResult dk, AnyResult dv,
-                   F32Result scale_grads, F32Result row_lse, F32Result row_delta, F32Result dq_acc,
-                   bool is_causal, bool bottom_right, bool wants_scale_grads, bool deterministic,
-                   bool rotated) {
+ffi::Error bwd_fp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer q_codes, F32 q_factor,
+                   ffi::AnyBuffer k_image, F32 k_descale, ffi::AnyBuffer v_image, F32 v_descale,
+                   F32 v_mean, ffi::AnyBuffer out, F32 logsumexp, ffi::AnyBuffer dout,
+                   F32 dlogsumexp, F32 softmax_scale, F32 input_scale, F32 key_mean, AnyResult dq,
+                   AnyResult dk, AnyResult dv, F32Result scale_grads, F32Result row_lse,
+                   F32Result row_delta, F32Result dq_acc, bool is_causal, bool bottom_right,
+                   bool wants_scale_grads, bool deterministic, bool rotated) {
   Checker check("jax_fa3_bwd_fp8");
   const Sizes sizes = check.sizes_of("q", q, "dk", *dk);
   if (check.failed()) return check.take();
@@ -125,6 +125,8 @@ ffi::Error bwd_fp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_image
                {q, out, logsumexp, dout, dlogsumexp, softmax_scale, input_scale, key_mean},
                {*dq, *dk, *dv, *scale_grads, *row_lse, *row_delta, *dq_acc},
                {is_causal, bottom_right, wants_scale_grads, deterministic, rotated});
+  const bool has_codes = check.query_codes(sizes, q_codes, q_factor);
+  check.same_type("k_image", k_image.element_type(), "q_codes", q_codes.element_type());
   params.image_kind = check.key_images(sizes, k_image, k_descale, v_image, v_descale, v_mean);
   check.require(sizes.head_dim == 128, [&] {
     return "head_dim must be 128 here; got " + std::to_string(sizes.head_dim) + ".";
@@ -134,6 +136,10 @@ ffi::Error bwd_fp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_image
   check.require(!deterministic,
                 [] { return std::string("deterministic must be false here; got true."); });
   if (check.failed()) return check.take();
+  if (has_codes) {
+    params.q_codes = static_cast<const uint8_t*>(q_codes.untyped_data());
+    params.q_factor = q_factor.typed_data();
+  }
   params.k_image = static_cast<const uint8_t*>(k_image.untyped_data());
   params.k_descale = k_descale.typed_data();
   params.v_image = static_cast<const uint8_t*>(v_image.untyped_data());
@@ -176,6 +182,8 @@ XLA_FFI_DEFINE_HANDLER(
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .Arg<ffi::AnyBuffer>()  // q              [batch, seqlen_q, num_heads_q, 128] bfloat16
+        .Arg<ffi::AnyBuffer>()  // q_codes        [batch, num_heads_q, slabs * 64 or 0, 128] float8
+        .Arg<F32>()             // q_factor       [batch, num_heads_q, slabs or 0]
         .Arg<ffi::AnyBuffer>()  // k_image        [batch, num_heads_kv, granules * 128, 128] float8
         .Arg<F32>()             // k_descale      [batch, num_heads_kv, granules]
         .Arg<ffi::AnyBuffer>()  // v_image        [batch, num_heads_kv, granules, 128, 128]

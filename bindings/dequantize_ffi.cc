@@ -1,5 +1,5 @@
 // jax_fa3_dequantize and jax_fa3_dequantize_query: what the FP8 forward multiplied, as bfloat16 operands,
-// and of it the queries alone.
+// and of it the queries alone, on request with codes that share a factor in every slab.
 #include "bindings/ffi_check.h"
 #include "bindings/handlers.h"
 #include "cuda/quantize/dequantize.h"
@@ -41,20 +41,25 @@ ffi::Error dequantize(cudaStream_t stream, ffi::AnyBuffer q_image, F32 q_descale
 }
 
 ffi::Error dequantize_query(cudaStream_t stream, ffi::AnyBuffer q_image, F32 q_descale,
-                            Bf16Result q) {
+                            Bf16Result q, ffi::Result<ffi::AnyBuffer> q_codes,
+                            ffi::ResultBuffer<ffi::F32> q_factor) {
   Checker check("jax_fa3_dequantize_query");
   const Sizes sizes = check.sizes_of("q", *q, "q", *q);
   if (check.failed()) return check.take();
   check.hopper();
   DequantizeParams params{};
   params.image_kind = check.query_image(sizes, q_image, q_descale);
+  const bool wants_codes = check.query_codes(sizes, *q_codes, *q_factor);
+  check.same_type("q_codes", q_codes->element_type(), "q_image", q_image.element_type());
   if (check.failed()) return check.take();
   params.q_image = static_cast<const uint8_t*>(q_image.untyped_data());
   params.q_descale = q_descale.typed_data();
   fill_sizes(params, sizes);
   params.head_dim = static_cast<int>(sizes.head_dim);
   params.q = q->typed_data();
-  return check.launched(launch_dequantize(params, stream));
+  if (!wants_codes) return check.launched(launch_dequantize(params, stream));
+  return check.launched(launch_dequantize_query(
+      params, static_cast<uint8_t*>(q_codes->untyped_data()), q_factor->typed_data(), stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(
@@ -77,9 +82,11 @@ XLA_FFI_DEFINE_HANDLER(
     kQueryHandler, dequantize_query,
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Arg<ffi::AnyBuffer>()           // q_image    [batch, num_heads_q, rows, head_dim] float8
-        .Arg<F32>()                      // q_descale  [batch, num_heads_q, rows]
-        .Ret<ffi::Buffer<ffi::BF16>>(),  // q          [batch, seqlen_q, num_heads_q, head_dim]
+        .Arg<ffi::AnyBuffer>()          // q_image    [batch, num_heads_q, rows, head_dim] float8
+        .Arg<F32>()                     // q_descale  [batch, num_heads_q, rows]
+        .Ret<ffi::Buffer<ffi::BF16>>()  // q          [batch, seqlen_q, num_heads_q, head_dim]
+        .Ret<ffi::AnyBuffer>()  // q_codes    [batch, num_heads_q, rows or 0, head_dim] like q_image
+        .Ret<F32>(),            // q_factor   [batch, num_heads_q, rows / 64 or 0]
     {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

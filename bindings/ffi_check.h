@@ -136,6 +136,21 @@ class Checker {
     shape("q_descale", q_descale, {s.batch, s.num_heads_q, rows});
     return kind("q_image", q_image.element_type(), true, false);
   }
+  // Codes of queries with a factor for each slab, which only e4m3 at head_dim 128 has, or none. Returns
+  // whether there are any.
+  template <class Image, class Factors>
+  bool query_codes(const Sizes& s, const Image& q_codes, const Factors& q_factor) {
+    rank("q_codes", q_codes, 4);
+    if (failed()) return false;
+    const int64_t rows = q_codes.dimensions()[2] == 0 ? 0 : round_up(s.seqlen_q, kSlab);
+    shape("q_codes", q_codes, {s.batch, s.num_heads_q, rows, s.head_dim});
+    shape("q_factor", q_factor, {s.batch, s.num_heads_q, rows / kSlab});
+    const ElementKind codes = kind("q_codes", q_codes.element_type(), true, false);
+    require(rows == 0 || (codes == ElementKind::kE4m3 && s.head_dim == 128), [] {
+      return std::string("q_codes must have no rows but for float8_e4m3fn at head_dim 128.");
+    });
+    return rows > 0;
+  }
   template <class Image, class Factors>
   ElementKind key_images(const Sizes& s, const Image& k_image, const Factors& k_descale,
                          const Image& v_image, const Factors& v_descale, const Factors& v_mean) {

@@ -43,6 +43,9 @@ PAD_K: Final = 128
 # covers 64.
 _PAD_BWD: Final = 128
 _ROWS_PER_PART: Final = 64
+# From so many queries on, with a causal mask and without, the backward pass multiplies e4m3 codes
+# for its scores; with fewer, what this takes around the loop is more than it brings.
+_FEWEST_FLOAT8_ROWS: Final = {True: 4096, False: 2048}
 # Keys per partial of the channel statistics; one slot more holds their total.
 _KEYS_PER_CHUNK: Final = 512
 # Scratch of the forward kernels: the counter from which CTAs take their tiles.
@@ -63,9 +66,12 @@ class Images(NamedTuple):
     v_mean: jax.Array  # f32 [batch, num_heads_kv, head_dim]
 
 
-class KeyImages(NamedTuple):
-    """Key and value of a backward call that reads them from images."""
+class BwdImages(NamedTuple):
+    """What a backward call reads from images: key and value, and besides the array of a long query
+    its codes, which share a factor in every slab of 64 rows."""
 
+    q_codes: jax.Array  # float8 [batch, num_heads_q, seqlen_q up to 64 or 0, head_dim]
+    q_factor: jax.Array  # f32 [batch, num_heads_q, slabs or 0]
     k_image: jax.Array
     k_descale: jax.Array
     v_image: jax.Array
@@ -74,7 +80,7 @@ class KeyImages(NamedTuple):
     seqlen_k: int
 
 
-Keys: TypeAlias = tuple[jax.Array, jax.Array] | KeyImages
+Keys: TypeAlias = tuple[jax.Array, jax.Array] | BwdImages
 
 
 class Rotation(NamedTuple):
@@ -267,19 +273,27 @@ def dequantize_operands(
 
 
 def bwd_operands(
-    images: Images, *, seqlen_q: int, seqlen_k: int, deterministic: bool
+    images: Images, *, seqlen_q: int, seqlen_k: int, is_causal: bool, deterministic: bool
 ) -> tuple[jax.Array, Keys]:
     """`dequantize_operands` as `bwd` takes them: of key and value the images, where it can."""
     batch, num_heads_q, _, head_dim = images.q_image.shape
     if not bwd_reads_images(head_dim, deterministic=deterministic):
         query, key, value = dequantize_operands(images, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
         return query, (key, value)
-    (query,) = _call(
+    image_dtype = images.q_image.dtype
+    is_e4m3 = image_dtype == jnp.float8_e4m3fn
+    is_long = seqlen_q >= _FEWEST_FLOAT8_ROWS[bool(is_causal)]
+    rows = images.q_image.shape[2] if is_e4m3 and is_long else 0
+    query, codes, factor = _call(
         TARGET_DEQUANTIZE_QUERY,
-        [((batch, seqlen_q, num_heads_q, head_dim), jnp.bfloat16)],
+        [
+            ((batch, seqlen_q, num_heads_q, head_dim), jnp.bfloat16),
+            ((batch, num_heads_q, rows, head_dim), image_dtype),
+            ((batch, num_heads_q, rows // PAD_Q), jnp.float32),
+        ],
         (images.q_image, images.q_descale),
     )
-    return query, KeyImages(*images[3:], seqlen_k)
+    return query, BwdImages(codes, factor, *images[3:], seqlen_k)
 
 
 def bwd_reads_images(head_dim: int, *, deterministic: bool) -> bool:
@@ -307,7 +321,8 @@ def bwd(
     Args:
       query, out, dout: [batch, seqlen_q, num_heads_q, head_dim] of one dtype.
       keys: key and value, [batch, seqlen_k, num_heads_kv, head_dim] of that dtype; or images, where
-        `bwd_reads_images`, with the same result up to the order in which dquery is added up.
+        `bwd_reads_images`, with the same result up to the order in which dquery is added up and,
+        where they have codes of query, to the rounding of float8 products.
       logsumexp, dlogsumexp: f32 [batch, num_heads_q, seqlen_q], natural log.
       softmax_scale: f32 [].
       wants_scale: whether the gradient of softmax_scale is wanted.
@@ -323,8 +338,8 @@ def bwd(
     sum_rows = 0 if deterministic or head_dim == 256 else rows
     row_words = 1 if head_dim == 256 else 4  # for a row's number
     target, key_arrays, key_shape = TARGET_BWD, tuple(keys[:2]), keys[0].shape
-    if isinstance(keys, KeyImages):
-        target, key_arrays = TARGET_BWD_FP8, keys[:5]
+    if isinstance(keys, BwdImages):
+        target, key_arrays = TARGET_BWD_FP8, keys[:7]
         key_shape = (batch, keys.seqlen_k, keys.k_image.shape[1], head_dim)
     no_mean = jnp.zeros((0, *key_shape[2:]), jnp.float32)
     rotation_or_none = rotation or Rotation(softmax_scale, no_mean)

@@ -206,7 +206,11 @@ def _fp8(
     seqlen_q = query.shape[1]
     images = _local.quantize(operands, config, wants_shift=call.returns_logsumexp)
     quantised = _ffi.bwd_operands(
-        images, seqlen_q=seqlen_q, seqlen_k=key.shape[1], deterministic=config.deterministic
+        images,
+        seqlen_q=seqlen_q,
+        seqlen_k=key.shape[1],
+        is_causal=config.is_causal,
+        deterministic=config.deterministic,
     )
     rotated = _shapes.uses_hadamard(config, query, key)
     # A row's gradients sum to dlogsumexp, and the mean meets nothing but that sum.

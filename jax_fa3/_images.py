@@ -131,7 +131,9 @@ def backward(
         shift = images.q_shift[:, :, :seqlen_q]
         keys: _ffi.Keys
         if moved is None:
-            query, keys = _ffi.bwd_operands(images, **sizes, deterministic=deterministic)
+            query, keys = _ffi.bwd_operands(
+                images, **sizes, is_causal=is_causal, deterministic=deterministic
+            )
         else:
             query, key, value = _ffi.dequantize_operands(images, **sizes)
             keys = (key + moved[:, None]).astype(key.dtype), value

@@ -44,6 +44,7 @@ _VALUE_COLUMNS = (32, 40, 64, 72, 128, 136)  # FP8: of P V, with the ones column
 SHAPES = [
     *[("WgmmaSs", t, t, "f16", 128) for t in ("E4m3", "E5m2")],
     *[("WgmmaRs", "E4m3", t, "f32", n) for t in ("E4m3", "E5m2") for n in _VALUE_COLUMNS],
+    ("WgmmaSs", "E4m3", "E4m3", "f32", 64),
     *[("WgmmaSs", t, t, "f32", n) for t in ("Bf16", "F16") for n in (64, 128)],
     *[("WgmmaRs", t, t, "f32", n) for t in ("Bf16", "F16") for n in (64, 128, 256)],
     *[("WgmmaRsK", t, t, "f32", 64) for t in ("Bf16", "F16")],

@@ -115,14 +115,24 @@ def _native(head_dims: str, scores: int) -> Rule:
     )
 
 
-def _added(family: str, pattern: str, at_least: int, *, loop_on_line: bool = False) -> Rule:
+def _added(
+    family: str,
+    pattern: str,
+    at_least: int,
+    *,
+    loop_on_line: bool = False,
+    float8_scores: bool = False,
+) -> Rule:
     """Backward that adds dQ up in memory."""
     return Rule(
         family=family,
         pattern=pattern,
         at_least=at_least,
-        required=(("HGMMA",), LOADS, ("USETMAXREG",), ("UBLKRED",), ("STSM",)),
-        forbidden=(*SPILLS, *OLD_MMA, "QGMMA"),
+        required=(
+            *(("HGMMA",), LOADS, ("USETMAXREG",), ("UBLKRED",), ("STSM",)),
+            *([("QGMMA.64x64x32.F32",)] if float8_scores else []),
+        ),
+        forbidden=(*SPILLS, *OLD_MMA, *([] if float8_scores else ["QGMMA"])),
         exponentials=Exponentials("MUFU.EX2", 32),
         loop_on_line=loop_on_line,
     )
@@ -137,6 +147,13 @@ RULES = (
     ),
     _native("64|128", 64),
     _native("256", 32),
+    _added(
+        "backward with float8 scores",
+        r"bwd_(causal_)?kernel.*Float8",
+        at_least=2,
+        loop_on_line=True,
+        float8_scores=True,
+    ),
     _added("backward", r"bwd_kernel.*(Lb0E|Codes)", at_least=5),
     _added("backward causal", r"bwd_causal_kernel", at_least=3, loop_on_line=True),
     Rule(

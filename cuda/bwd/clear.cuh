@@ -28,9 +28,10 @@ __device__ __forceinline__ int served_head(const BwdParams& p, const Tile& tile)
   return later < p.first_served || later >= p.batch * p.num_heads_kv ? -1 : later;
 }
 
-// What a CTA has to clear, for its load thread, in slices of 4 KiB.
+// What a CTA has to clear, for its load thread, in slices of kZeroBytes.
 template <class Config>
 struct BwdClearing {
+  static constexpr int kBytes = BwdTraits<Config>::kZeroBytes;
   static constexpr int kFirstStep = 2;  // before it, the CTA's first tiles are on their way
   int head = -1;                        // served_head
   int left, per_step;
@@ -41,20 +42,20 @@ struct BwdClearing {
     if (!BwdTraits<Config>::kServes) return;
     head = served_head(p, tile);
     if (head < 0) return;
-    const int slices = p.num_heads_q / p.num_heads_kv *
-                       (p.rows() / (kPieceWarpFloats / BwdTraits<Config>::kHeadDim));
+    const int slices =
+        p.num_heads_q / p.num_heads_kv * (p.rows() / (kBytes / 4 / BwdTraits<Config>::kHeadDim));
     const int first = share_before(p, slices, tile.q_block);
     left = share_before(p, slices, tile.q_block + 1) - first;
     const int steps = max(num_steps - kFirstStep, 1);
     per_step = (left + steps - 1) / steps;
-    next = p.dq_acc + (static_cast<int64_t>(head) * slices + first) * kPieceWarpFloats;
+    next = p.dq_acc + (static_cast<int64_t>(head) * slices + first) * (kBytes / 4);
   }
 
   __device__ __forceinline__ void clear(int most, const BwdSmem<Config>& smem) {
     if (head < 0) return;
     for (int i = min(most, left); i > 0; --i, --left) {
-      ptx::store_bulk(next, smem.zeros(), kPieceWarpFloats * 4);
-      next += kPieceWarpFloats;
+      ptx::store_bulk(next, smem.zeros(), kBytes);
+      next += kBytes / 4;
     }
     ptx::bulk_commit();
   }

@@ -45,6 +45,12 @@ struct BwdD128 {
 // kernel above, arrays took up to 1.2 % longer with the same instructions in the loop.
 struct BwdCodesD128 : BwdD128<ptx::Bf16, false> {};
 
+// The same where queries are many: Q comes as codes too, besides the array, and S is a float8 product. The codes
+// of Q have as many stages as dO.
+struct BwdFloat8D128 : BwdD128<ptx::Bf16, false> {
+  static constexpr int kQStages = 2;
+};
+
 template <class ElementType>
 struct BwdD256 {
   using Element = ElementType;
@@ -78,12 +84,20 @@ struct BwdTraits {
   static constexpr bool kCanPair = kHeadDim == 128 && kMakesDq;
   // Whether CTAs may clear the sums of dQ of later heads and prepare their rows: see clear.cuh, serve.cuh.
   static constexpr bool kServes = kHeadDim == 128 && kMakesDq;
-  // Whether K and V come as codes, which wait in the buffers of dS: see decode_keys.cuh.
-  static constexpr bool kTakesCodes = std::is_same_v<Config, BwdCodesD128>;
+  // Whether S is a float8 product: see load_codes.cuh.
+  static constexpr bool kFloat8Scores = std::is_same_v<Config, BwdFloat8D128>;
+  // Whether K and V come as codes: see decode_keys.cuh.
+  static constexpr bool kTakesCodes = std::is_same_v<Config, BwdCodesD128> || kFloat8Scores;
+  // Whether spare warps may prepare rows; codes leave no room for what they bring.
+  static constexpr bool kServesRows = kServes && !kFloat8Scores;
+  // kServes: what is cleared at once.
+  static constexpr int kZeroBytes = kFloat8Scores ? 512 : 4096;
 
   // bwd_causal_kernel: how many instructions move its loop to a line of the instruction cache: where it begins
   // between lines it takes up to 1.1 % longer. sass_gate.py looks whether they still do.
-  static constexpr int kLoopFill = kTakesCodes ? 6 : kIsBf16 ? 4 : 2;
+  static constexpr int kLoopFill = kFloat8Scores ? 4 : kTakesCodes ? 6 : kIsBf16 ? 4 : 2;
+  // kFloat8Scores: the same for bwd_kernel.
+  static constexpr int kFreeLoopFill = kFloat8Scores ? 6 : 0;
 
   static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
   static constexpr int kQueryChunkBytes = kBlockQ * 128;
@@ -92,12 +106,15 @@ struct BwdTraits {
   static constexpr int kKeyBytes = kChunks * kKeyChunkBytes;
   static constexpr int kRowBytes = kBlockQ * 4 * bwd_row_words(kHeadDim);  // a step's row numbers
   static constexpr int kScoreGradBytes = kBlockKv * kBlockQ * 2;
+  static constexpr int kQueryCodeBytes = kFloat8Scores * kBlockQ * kHeadDim;
+  static constexpr int kKeyCodeBytes = kFloat8Scores * kBlockKv * kHeadDim;
 
   static_assert(kBlockQ == kPieceRows && kChunks == (kApart ? 1 : kMathWarpgroups),
                 "a step makes one 64 x 64 piece of dQ for each warpgroup that takes part");
   static_assert(kBwdRowPad % kBlockQ == 0, "the workspaces hold whole q tiles");
   static_assert(kQStages >= 2 && kQStages <= 4 && kDoStages >= 1 && kDoStages <= 4,
                 "the Q ring has 2 to 4 stages, the dO ring 1 to 4");
+  static_assert(!kFloat8Scores || kBlockQ == kSlab, "the codes of a step have one factor");
 };
 
 // Head_dim 256: a CTA of bwd_wide_keys_kernel owns 64 keys.
@@ -114,7 +131,9 @@ struct BwdTraits<BwdD256<ElementType>> {
   static constexpr int kThreads = (kMathWarpgroups + 1) * 128;
   static constexpr int kLoadRegisters = 24, kMathRegisters = 240;
   static constexpr int kStagingWarps = 0;
-  static constexpr bool kCanPair = false, kServes = false, kTakesCodes = false;
+  static constexpr bool kCanPair = false, kTakesCodes = false, kServes = false, kServesRows = false,
+                        kFloat8Scores = false;
+  static constexpr int kZeroBytes = 0, kQueryCodeBytes = 0, kKeyCodeBytes = 0;
 
   static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
   static constexpr int kQueryChunkBytes = 64 * 128, kKeyChunkBytes = 64 * 128;

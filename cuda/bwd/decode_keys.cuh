@@ -1,6 +1,6 @@
 // K and V of a CTA from an FP8 forward's codes. The load role has brought these into the buffers of dS,
-// which are free until the first step ends. The tiles become, bit for bit, what TMA brings of the arrays
-// that dequantize (quantize/dequantize_kernels.cuh) writes.
+// which are free until the first step ends; with float8 scores those of K to where they stay. The tiles become,
+// bit for bit, what TMA brings of the arrays that dequantize (quantize/dequantize_kernels.cuh) writes.
 #pragma once
 
 #include <type_traits>
@@ -44,6 +44,7 @@ __device__ __forceinline__ void decode_keys(const BwdParams& p, const BwdWalk<Co
   ptx::pin(factors.scale);
   ptx::pin(factors.shift);
 
+  const uint32_t key_codes = Traits::kFloat8Scores ? smem.key_codes() : smem.score_grads(0);
   const auto decode = [&](auto image_kind) {
     constexpr ElementKind kKind = decltype(image_kind)::value;
     ptx::mbarrier_wait(smem.k_full(), 0);
@@ -53,7 +54,7 @@ __device__ __forceinline__ void decode_keys(const BwdParams& p, const BwdWalk<Co
       const uint32_t row = i / 2 * 64 + warp * 8 + lane / 4 % 2 * 4 + lane / 8;
       const uint32_t m = i % 2, t = lane % 4;
       const uint4 codes =
-          ptx::load_shared_x4(smem.score_grads(0) + row * kHeadDim + ((4 * m + t) ^ row % 8) * 16);
+          ptx::load_shared_x4(key_codes + row * kHeadDim + ((4 * m + t) ^ row % 8) * 16);
       // Codes past the sequence are 0, which a NaN in the granule's factor must not change.
       const float scale = static_cast<int>(row) < num_keys ? k_scale : 0.0f;
       uint4 values[2];
@@ -76,7 +77,7 @@ __device__ __forceinline__ void decode_keys(const BwdParams& p, const BwdWalk<Co
 #pragma unroll
     for (int i = 0; i < 8; ++i) store(smem.values(), patch.key(i), channel, values[i]);
   };
-  if (p.image_kind == ElementKind::kE4m3)
+  if (Traits::kFloat8Scores || p.image_kind == ElementKind::kE4m3)
     decode(std::integral_constant<ElementKind, ElementKind::kE4m3>());
   else
     decode(std::integral_constant<ElementKind, ElementKind::kE5m2>());

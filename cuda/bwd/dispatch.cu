@@ -28,7 +28,8 @@ cudaError_t launch_bwd(const BwdParams& params, ElementKind element, int head_di
   if (params.k_image != nullptr) {
     if (element != ElementKind::kBf16 || head_dim != 128 || params.deterministic)
       return cudaErrorInvalidValue;
-    return launch_bwd<BwdCodesD128>(params, stream);
+    return params.q_codes != nullptr ? launch_bwd<BwdFloat8D128>(params, stream)
+                                     : launch_bwd<BwdCodesD128>(params, stream);
   }
   if (element == ElementKind::kBf16) return launch_element<ptx::Bf16>(params, head_dim, stream);
   if (element == ElementKind::kF16) return launch_element<ptx::F16>(params, head_dim, stream);

@@ -73,13 +73,14 @@ cudaError_t launch_dq(BwdParams params, cudaStream_t stream) {
 // which start just before the head's own, need not be waited for. Without a mask preparing rows brings nothing;
 // with one a CTA has rows for the more steps the fewer keys there are, and for none where queries see fewer
 // keys than stand before them.
-inline void plan_service(BwdParams* p) {
+template <class Config>
+void plan_service(BwdParams* p) {
   constexpr int kFewestTiles = 300, kFewestKeyBlocks = 8;
   const int ctas = p->order.num_q_blocks;  // of a kv head
   const HeadsAhead ahead = heads_ahead(p->order, kFewestTiles);
   p->heads_ahead = ahead.distance;
-  p->serves_rows =
-      p->is_causal && ctas >= kFewestKeyBlocks && !(p->bottom_right && p->seqlen_q > p->seqlen_k);
+  p->serves_rows = BwdTraits<Config>::kServesRows && p->is_causal && ctas >= kFewestKeyBlocks &&
+                   !(p->bottom_right && p->seqlen_q > p->seqlen_k);
   const bool counts = p->service_count() <= BwdParams::kMostCounted;
   p->first_served = counts ? ahead.first : p->batch * p->num_heads_kv;
 }
@@ -116,7 +117,7 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   const int64_t k_tiles = static_cast<int64_t>(key_blocks) * params.num_heads_kv * params.batch;
   constexpr int kRowsPerBlock = 128 * 8 / Traits::kHeadDim;
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
-  if constexpr (Traits::kServes) plan_service(&params);
+  if constexpr (Traits::kServes) plan_service<Config>(&params);
   const int64_t rows_before =
       params.serves_rows ? params.first_served * group * params.rows() : rows;
   bwd_rows_kernel<Config><<<rows_before / kRowsPerBlock, 128, 0, stream>>>(params);

@@ -3,7 +3,7 @@
 
 #include "decode_keys.cuh"
 #include "epilogue.cuh"
-#include "load.cuh"
+#include "load_codes.cuh"
 #include "query_grads.cuh"
 #include "scores.cuh"
 
@@ -28,7 +28,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
 #pragma unroll
   for (int i = 0; i < Product::kGrads; ++i) acc_dv[i] = acc_dk[i] = 0.0f;
 
-  const float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
+  float scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
+  if constexpr (Traits::kFloat8Scores) scale_log2 *= code_factor(__ldg(p.k_descale + walk.granule));
 
   // For the warp's rows of dV and dK: the staging, or where dQ is still in it V, which both warpgroups are
   // done with.
@@ -51,10 +52,31 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
     const auto q_parity = [](uint32_t i) { return i / Traits::kQStages & 1; };
     const auto do_parity = [](uint32_t i) { return i / Traits::kDoStages & 1; };
     const auto buffer = [](uint32_t i) { return i % 2; };  // of dS
+    const auto wait_scores = [&](int i) {
+      if constexpr (Traits::kFloat8Scores)
+        ptx::mbarrier_wait(smem.codes_full(do_stage(i)), do_parity(i));
+      else
+        ptx::mbarrier_wait(smem.q_full(q_stage(i)), q_parity(i));
+    };
     const auto issue_scores = [&](ScoreAcc& acc_s, int i) {
       ptx::forget(acc_s);
       ptx::wgmma_fence();
       const uint32_t base = base16();
+      if constexpr (Traits::kFloat8Scores) {
+        // The row's number last: a float8 product keeps 13 bits below its largest summand.
+        Product::issue_code_scores(
+            acc_s,
+            Product::scores_descriptor(base + Smem::kKeyCodes16 + warpgroup * (64 * 128 >> 4)),
+            Product::scores_descriptor(base + Smem::kQueryCodes16 +
+                                       do_stage(i) * Smem::kQueryCodeBytes16));
+        ptx::wgmma_fence();
+        Product::issue_rows(
+            acc_s, Product::ones_descriptor(base + Smem::kOnes16 + BwdOnes::kLsePlace / 16),
+            Product::row_descriptor(base + Smem::kRowLse16 + do_stage(i) * Smem::kRowBytes16),
+            true);
+        ptx::wgmma_commit();
+        return;
+      }
       Product::issue_rows(
           acc_s, Product::ones_descriptor(base + Smem::kOnes16),
           Product::row_descriptor(base + Smem::kRowLse16 + q_stage(i) * Smem::kRowBytes16));
@@ -71,13 +93,28 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
                                       auto saw_last, auto may_mask) {
       constexpr bool kFollows = decltype(follows)::value, kSawLast = decltype(saw_last)::value;
       constexpr bool kHasDq = kMakesDq && kFollows;
+      float factor = scale_log2;
+      if constexpr (Traits::kFloat8Scores)
+        factor *= ptx::load_shared_f32(smem.row_lse(do_stage(i)) + BwdParams::kFactorByte);
       ptx::wgmma_wait<kHasDq + kSawLast>();  // S
       ptx::pin(acc_s);
-#pragma unroll
-      for (int i = 0; i < Scores::kScores; ++i) acc_s[i] = ptx::exp2_f32(acc_s[i] * scale_log2);
       const int first_row = step.q_block * Traits::kBlockQ;
-      if (decltype(may_mask)::value && first_row < full_from)
-        Scores::mask(acc_s, p, walk, warpgroup, thread, first_row);
+      const auto mask = [&](float hidden) {
+        if (decltype(may_mask)::value && first_row < full_from)
+          Scores::mask(acc_s, p, walk, warpgroup, thread, first_row, hidden);
+      };
+      if constexpr (Traits::kFloat8Scores) {
+        // NOTE: in this order, or ptxas spills.
+#pragma unroll
+        for (int i = 0; i < Scores::kScores; ++i) acc_s[i] *= factor;
+        mask(-INFINITY);
+#pragma unroll
+        for (int i = 0; i < Scores::kScores; ++i) acc_s[i] = ptx::exp2_f32(acc_s[i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < Scores::kScores; ++i) acc_s[i] = ptx::exp2_f32(acc_s[i] * factor);
+        mask(0.0f);
+      }
       // NOTE: without the pin the compiler sinks the exponentials below the waits.
       ptx::pin(acc_s);
       if constexpr (kHasDq) {
@@ -92,7 +129,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       ptx::wgmma_fence();
       const uint32_t base = base16();
       Product::issue_rows(
-          acc_dp, Product::ones_descriptor(base + Smem::kOnes16),
+          acc_dp, Product::delta_ones_descriptor(base + Smem::kOnes16),
           Product::row_descriptor(base + Smem::kRowDelta16 + do_stage(i) * Smem::kRowBytes16));
       const uint32_t out_grads = base + Smem::kOutGrads16 + do_stage(i) * Smem::kQueryBytes16;
       Product::issue_scores(acc_dp, Product::key_descriptor(base + Smem::kValues16, warpgroup),
@@ -114,6 +151,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       if constexpr (kHasDq) add_last_query_grads();
       ptx::wgmma_wait<1>();  // dP
       ptx::pin(acc_dp);
+      if constexpr (Traits::kFloat8Scores) ptx::mbarrier_arrive(smem.codes_empty(do_stage(i)));
 #pragma unroll
       for (int i = 0; i < Product::kFrags; ++i)
         frag_ds[i] = pack_16bit<Traits::kIsBf16>(acc_s[2 * i] * acc_dp[2 * i],
@@ -154,7 +192,9 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
         Scores::store_grads(smem.score_grads(buffer(i)), frag_ds, warpgroup, thread);
         ptx::fence_async_proxy();
       }
-      if (i + 1 < walk.num_steps) ptx::mbarrier_wait(smem.q_full(q_stage(i + 1)), q_parity(i + 1));
+      if (i + 1 < walk.num_steps) wait_scores(i + 1);
+      // The array of Q, for dK.
+      if constexpr (Traits::kFloat8Scores) ptx::mbarrier_wait(smem.q_full(q_stage(i)), q_parity(i));
       ptx::wgmma_wait<0>();  // dV
       ptx::mbarrier_arrive(smem.do_empty(do_stage(i)));
     };
@@ -163,7 +203,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       // NOTE: there always is one; if that is not asked, ptxas spills.
       if (p.k_image != nullptr) decode_keys(p, walk, smem);
     }
-    if constexpr (Traits::kServes && kCanBeCausal) ptx::fill<Traits::kLoopFill>();
+    if constexpr (Traits::kServes)
+      ptx::fill<kCanBeCausal ? Traits::kLoopFill : Traits::kFreeLoopFill>();
     ptx::mbarrier_wait(smem.k_full(), 0);
     ScoreAcc acc_s;
     Piece acc_dq;
@@ -179,7 +220,7 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
     // serialises (C7514).
     ptx::pin(acc_dv);
     ptx::pin(acc_dk);
-    ptx::mbarrier_wait(smem.q_full(0), 0);
+    wait_scores(0);
     // Where the last warpgroup sees nothing of the first step, it leaves that step out but for its piece
     // of dQ, which comes from the other's keys alone.
     const bool is_late = kCanBeCausal && walk.num_steps > 1 &&
@@ -194,7 +235,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
       step.advance(walk);
       ptx::mbarrier_wait(smem.do_full(0), 0);
       ptx::mbarrier_arrive(smem.do_empty(0));
-      ptx::mbarrier_wait(smem.q_full(1), 0);
+      if constexpr (Traits::kFloat8Scores) ptx::mbarrier_arrive(smem.codes_empty(0));
+      wait_scores(1);
       run_step(1, kNo, kNo, kYes);
     }
     if (!is_late && walk.num_steps > 1) run_step(1, kYes, kYes, kYes);
@@ -210,7 +252,8 @@ __device__ __forceinline__ void bwd_math_loop(const BwdParams& p, const BwdSmem<
         run_step(2 * pair + 1, kYes, kYes, may_mask);
       }
     };
-    if constexpr (kCanBeCausal) {
+    if constexpr (kCanBeCausal || Traits::kFloat8Scores) {
+      // NOTE: with float8 scores the branch to the masks keeps factors and exponentials apart: 2 % without it.
       run_pairs(kYes);
     } else if (full_from == INT_MIN) {
       run_pairs(kNo);

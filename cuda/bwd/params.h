@@ -56,6 +56,10 @@ struct BwdParams {
   const float* v_descale;
   const float* v_mean;
   ElementKind image_kind;
+  // Besides q, where S is a float8 product: its e4m3 codes with a factor for every slab
+  // (quantize/dequantize.h). Only with e4m3 images; else null.
+  const uint8_t* q_codes;
+  const float* q_factor;
 
   void* dq;  // like q
   void* dk;  // like k
@@ -95,6 +99,9 @@ struct BwdParams {
                          static_cast<int64_t>(kv_head) * (num_heads_q / num_heads_kv);
     return reinterpret_cast<uint32_t*>(row_delta) + head * rows() * 4 + 3;
   }
+  // kFloat8Scores: the last word of a row of row_lse is the factor of its step's codes. But for a head's first
+  // row, where counters are; so it is read from the second.
+  static constexpr int kFactorByte = 16 + 12;
   // How many load threads and service warps have done their share of a kv head of [batch, num_heads_kv]: the
   // same word of row_lse.
   static constexpr int kServiceWarps = 3;

@@ -91,10 +91,19 @@ struct BwdProducts : TileProducts<typename Config::Element, Config::kHeadDim,
   using Base::kRowStep, Base::kScores;
   static constexpr int kPiece = 32;  // 64 queries x 64 columns
 
-  // acc = the number of every query row, from three bfloat16 that sum to it.
+  // acc = K Q^T from codes, with scores_descriptor of both.
+  __device__ __forceinline__ static void issue_code_scores(float (&acc)[kScores], uint64_t a,
+                                                           uint64_t b) {
+#pragma unroll
+    for (int step = 0; step < Traits::kHeadDim / 32; ++step)
+      ptx::WgmmaSs<ptx::E4m3, ptx::E4m3, float, Traits::kBlockQ>::run(acc, a + 2 * step,
+                                                                      b + 2 * step, step > 0);
+  }
+
+  // acc (+)= the number of every query row, from three bfloat16 that sum to it.
   __device__ __forceinline__ static void issue_rows(float (&acc)[kScores], uint64_t ones,
-                                                    uint64_t b) {
-    ptx::WgmmaSs<ptx::Bf16, ptx::Bf16, float, Traits::kBlockQ>::run(acc, ones, b, 0);
+                                                    uint64_t b, bool accumulate = false) {
+    ptx::WgmmaSs<ptx::Bf16, ptx::Bf16, float, Traits::kBlockQ>::run(acc, ones, b, accumulate);
   }
 
   // acc = dS K over the CTA's first kKeys keys: one piece of dQ.
@@ -118,6 +127,10 @@ struct BwdProducts : TileProducts<typename Config::Element, Config::kHeadDim,
   }
   __device__ __forceinline__ static uint64_t ones_descriptor(uint32_t ones) {
     return ptx::short_row_descriptor<128, 0>(ones);
+  }
+  // kFloat8Scores: the ones for row_delta, which stand before those for row_lse.
+  __device__ __forceinline__ static uint64_t delta_ones_descriptor(uint32_t ones) {
+    return Traits::kFloat8Scores ? ptx::short_row_descriptor<256, 0>(ones) : ones_descriptor(ones);
   }
   // dS for issue_query_grads, and the 64 columns of K that its piece of dQ has.
   __device__ __forceinline__ static uint64_t score_grad_descriptor(uint32_t tile) {

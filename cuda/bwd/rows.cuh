@@ -78,6 +78,29 @@ __device__ __forceinline__ float row_sum(const uint4& a, const uint4& b) {
   return sum;
 }
 
+// kFloat8Scores: both numbers of a row in one record of row_lse, that for S in units of its step's codes, and
+// the factor of these (BwdParams::kFactorByte). row_delta keeps nothing but a counter.
+__device__ __forceinline__ void store_code_row(const BwdParams& p, int64_t to, int row, float lse2,
+                                               float scale_log2, float delta) {
+  const auto split = [](float value, float (&parts)[3]) {
+    const float finite = isnan(value) ? value : fmaxf(fminf(value, 0x1p+127f), -0x1p+127f);
+    parts[0] = __bfloat162float(__float2bfloat16_rn(finite));
+    parts[1] = __bfloat162float(__float2bfloat16_rn(finite - parts[0]));
+    parts[2] = finite - parts[0] - parts[1];
+  };
+  const int slabs = static_cast<int>(round_up(p.seqlen_q, kSlab)) / kSlab;
+  const int64_t head = to / p.rows();
+  const float factor = __ldg(p.q_factor + head * slabs + min(row / kSlab, slabs - 1));
+  float lse[3], deltas[3];
+  split(-lse2 / (scale_log2 * factor), lse);
+  split(delta, deltas);
+  const bool is_first = row == 0;
+  reinterpret_cast<uint4*>(p.row_lse)[to] =
+      make_uint4(ptx::pack_bf16x2(lse[0], lse[1]), ptx::pack_bf16x2(lse[2], deltas[0]),
+                 ptx::pack_bf16x2(deltas[1], deltas[2]), is_first ? 0 : __float_as_uint(factor));
+  if (is_first) reinterpret_cast<uint4*>(p.row_delta)[to] = make_uint4(0, 0, 0, 0);
+}
+
 // row_delta and row_lse of a row, run by one lane; `to`: which of the workspaces, `statistic`: which of
 // logsumexp.
 template <class Traits>
@@ -91,6 +114,10 @@ __device__ __forceinline__ void store_row_numbers(const BwdParams& p, int64_t to
     sum += __ldg(p.dlogsumexp + statistic);
   }
   const float factor = BwdParams::scale_log2(__ldg(p.softmax_scale));
+  if constexpr (Traits::kFloat8Scores) {
+    store_code_row(p, to, row, lse2, factor, sum);
+    return;
+  }
   store_row<kWords>(p.row_delta, to, sum, keeps_counter);
   store_row<kWords>(p.row_lse, to, Traits::kServes ? quotient(-lse2, factor) : -lse2 / factor,
                     keeps_counter);

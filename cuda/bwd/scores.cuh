@@ -38,9 +38,10 @@ struct BwdScores {
            first_row + Traits::kBlockQ <= walk.first_key + kKey - p.key_range().diagonal;
   }
 
+  // Masked scores become `hidden`.
   __device__ __forceinline__ static void mask(Acc& acc, const BwdParams& p,
                                               const BwdWalk<Config>& walk, int warpgroup,
-                                              uint32_t thread, int first_row) {
+                                              uint32_t thread, int first_row, float hidden = 0.0f) {
     const uint32_t own = ptx::opaque(thread);
     const int key =
         walk.first_key + warpgroup * 64 + static_cast<int>(own / 32 * 16 + own % 32 / 4);
@@ -53,8 +54,8 @@ struct BwdScores {
                                                   : 0;
 #pragma unroll
       for (int i = 2 * r; i < kScores; i += 4) {
-        if (2 * (i - 2 * r) < blind) acc[i] = 0.0f;
-        if (2 * (i - 2 * r) + 1 < blind) acc[i + 1] = 0.0f;
+        if (2 * (i - 2 * r) < blind) acc[i] = hidden;
+        if (2 * (i - 2 * r) + 1 < blind) acc[i + 1] = hidden;
       }
     }
   }

@@ -19,23 +19,31 @@ struct BwdSmem {
   static constexpr int kOutGrads = kQueries + kQStages * Traits::kQueryBytes;
   static constexpr int kScoreGrads = kOutGrads + kDoStages * Traits::kQueryBytes;
   static constexpr int kStaging = kScoreGrads + Traits::kScoreGradBuffers * Traits::kScoreGradBytes;
+  static constexpr bool kFloat8Scores = Traits::kFloat8Scores;
+  static constexpr int kKeyCodes = kStaging + Traits::kStagingWarps * (kPieceWarpFloats * 4);
+  static constexpr int kQueryCodes = kKeyCodes + Traits::kKeyCodeBytes;
   // compute-sanitizer takes the 8 rows of ones, which every row of the operand repeats, for 2 KiB: what
   // follows them must be as long.
-  static constexpr int kOnes = kStaging + Traits::kStagingWarps * (kPieceWarpFloats * 4);
+  static constexpr int kOnes = kQueryCodes + kDoStages * Traits::kQueryCodeBytes;
   static constexpr int kOnesBytes = bwd_row_words(Traits::kHeadDim) == 1 ? 0 : 256;
-  static constexpr int kRowLse = kOnes + kOnesBytes;
-  static constexpr int kRowDelta = kRowLse + kQStages * Traits::kRowBytes;
-  static constexpr int kZeros = kRowDelta + kDoStages * Traits::kRowBytes;
-  static constexpr int kService = kZeros + Traits::kServes * (kPieceWarpFloats * 4);
+  // kFloat8Scores: the zeros stand behind the ones, which need some, and one record holds both row numbers.
+  static constexpr int kRowLse = kOnes + kOnesBytes + kFloat8Scores * Traits::kZeroBytes;
+  static constexpr int kRowDelta = kFloat8Scores ? kRowLse : kRowLse + kQStages * Traits::kRowBytes;
+  static constexpr int kAfterRows = kRowDelta + kDoStages * Traits::kRowBytes;
+  static constexpr int kZeros = kFloat8Scores ? kOnes + kOnesBytes : kAfterRows;
+  static constexpr int kService =
+      kAfterRows + (Traits::kServes && !kFloat8Scores) * Traits::kZeroBytes;
   static constexpr int kServiceBytes = 2048;  // of a warp
   static constexpr int kBarriers =
-      kService + Traits::kServes * BwdParams::kServiceWarps * kServiceBytes;
-  static constexpr int kNumBarriers =
-      2 + 3 * kQStages + 3 * kDoStages + (Traits::kDqRole ? 2 * Traits::kScoreGradBuffers : 0);
+      kService + Traits::kServesRows * BwdParams::kServiceWarps * kServiceBytes;
+  static constexpr int kNumBarriers = 2 + 3 * kQStages + (kFloat8Scores ? 6 : 3) * kDoStages +
+                                      (Traits::kDqRole ? 2 * Traits::kScoreGradBuffers : 0);
   static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
-  static constexpr int kAllocation = kBytes + 1024;  // room to align the base
+  // Room to align the base, but for codes, which leave none: without static shared memory the dynamic begins
+  // behind 1 KiB of the system's.
+  static constexpr int kAllocation = kBytes + (kFloat8Scores ? 0 : 1024);
 
-  static_assert(!Traits::kServes || (Traits::kThreads - 128) * 16 == kPieceWarpFloats * 4,
+  static_assert(!Traits::kServesRows || (Traits::kThreads - 128) * 16 == Traits::kZeroBytes,
                 "16 bytes of zeros for each thread that is not of the load warpgroup");
   static_assert(kAllocation <= 227 * 1024, "the tiles do not fit one SM's shared memory (227 KiB)");
 
@@ -49,7 +57,9 @@ struct BwdSmem {
                        kOutGrads16 = kOutGrads / 16, kScoreGrads16 = kScoreGrads / 16,
                        kQueryBytes16 = Traits::kQueryBytes / 16, kRowLse16 = kRowLse / 16,
                        kRowDelta16 = kRowDelta / 16, kRowBytes16 = Traits::kRowBytes / 16,
-                       kScoreGradBytes16 = Traits::kScoreGradBytes / 16, kOnes16 = kOnes / 16;
+                       kScoreGradBytes16 = Traits::kScoreGradBytes / 16, kOnes16 = kOnes / 16,
+                       kKeyCodes16 = kKeyCodes / 16, kQueryCodes16 = kQueryCodes / 16,
+                       kQueryCodeBytes16 = Traits::kQueryCodeBytes / 16;
 
   // Of a pair `base` holds the CTA's number in its cluster too, for which descriptors have no room.
   __device__ __forceinline__ uint32_t base16() const {
@@ -75,8 +85,13 @@ struct BwdSmem {
   __device__ __forceinline__ uint32_t staging(int warp) const {
     return base + kStaging + warp * (kPieceWarpFloats * 4);
   }
+  // kFloat8Scores: those of the CTA's keys, and a stage of those of queries.
+  __device__ __forceinline__ uint32_t key_codes() const { return base + kKeyCodes; }
+  __device__ __forceinline__ uint32_t query_codes(int stage) const {
+    return base + kQueryCodes + stage * Traits::kQueryCodeBytes;
+  }
   // A stage of row numbers, each as three bfloat16; and their ones, 8 rows of 1 1 1 0 0 0 0 0, then
-  // 8 rows of zeros.
+  // 8 rows of zeros. kFloat8Scores: see BwdOnes.
   __device__ __forceinline__ uint32_t row_lse(int stage) const {
     return base + kRowLse + stage * Traits::kRowBytes;
   }
@@ -108,6 +123,15 @@ struct BwdSmem {
   __device__ __forceinline__ uint32_t do_shared(int stage) const {
     return barrier(2 + 3 * kQStages + 2 * kDoStages + stage);
   }
+  __device__ __forceinline__ uint32_t codes_full(int stage) const {
+    return barrier(2 + 3 * kQStages + 3 * kDoStages + stage);
+  }
+  __device__ __forceinline__ uint32_t codes_empty(int stage) const {
+    return codes_full(kDoStages + stage);
+  }
+  __device__ __forceinline__ uint32_t codes_shared(int stage) const {
+    return codes_full(2 * kDoStages + stage);
+  }
   __device__ __forceinline__ uint32_t ds_full(int buffer) const {
     return barrier(2 + 3 * kQStages + 3 * kDoStages + buffer);
   }
@@ -136,6 +160,13 @@ __device__ __forceinline__ void bwd_init_barriers(const BwdSmem<Config>& smem) {
     ptx::mbarrier_init(smem.do_full(stage), 1);
     ptx::mbarrier_init(smem.do_empty(stage), Traits::kMathThreads);
     ptx::mbarrier_init(smem.do_shared(stage), 1);
+  }
+  if constexpr (Traits::kFloat8Scores) {
+    for (int stage = 0; stage < Traits::kDoStages; ++stage) {
+      ptx::mbarrier_init(smem.codes_full(stage), 1);
+      ptx::mbarrier_init(smem.codes_empty(stage), Traits::kMathThreads);
+      ptx::mbarrier_init(smem.codes_shared(stage), 1);
+    }
   }
   if constexpr (Traits::kDqRole) {
     for (int buffer = 0; buffer < Traits::kScoreGradBuffers; ++buffer) {

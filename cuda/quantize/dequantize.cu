@@ -4,6 +4,7 @@
 #include <climits>
 
 #include "dequantize_kernels.cuh"
+#include "dequantize_query.cuh"
 
 namespace jax_fa3 {
 
@@ -32,6 +33,18 @@ cudaError_t launch_dequantize(const DequantizeParams& p, cudaStream_t stream) {
     default:
       return cudaErrorInvalidValue;
   }
+  return cudaGetLastError();
+}
+
+cudaError_t launch_dequantize_query(const DequantizeParams& p, uint8_t* q_codes, float* q_factor,
+                                    cudaStream_t stream) {
+  if (p.batch < 1 || p.seqlen_q < 1 || p.num_heads_q < 1 || p.head_dim != 128 ||
+      p.image_kind != ElementKind::kE4m3)
+    return cudaErrorInvalidValue;
+  const int64_t blocks = round_up(p.seqlen_q, kSlab) / kSlab * p.num_heads_q * p.batch;
+  if (blocks > INT_MAX) return cudaErrorInvalidValue;
+  dequantize_query<<<static_cast<unsigned>(blocks), kDequantizeThreads, 0, stream>>>(p, q_codes,
+                                                                                     q_factor);
   return cudaGetLastError();
 }
 

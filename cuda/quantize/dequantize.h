@@ -38,4 +38,12 @@ struct DequantizeParams {
 // One kernel on `stream`. cudaErrorInvalidValue: a size below 1, another head_dim, or too many blocks.
 cudaError_t launch_dequantize(const DequantizeParams& params, cudaStream_t stream);
 
+// launch_dequantize of q alone, e4m3 and head_dim 128, and its codes once more with one factor for every slab,
+// for a float8 product whose columns are rows of q: nothing is lost in rows down to 1/16 of the slab's largest,
+// and below it what is less than 2^-17 of that one.
+//   q_codes   like q_image
+//   q_factor  [batch, num_heads_q, rows / kSlab]: powers of two, not below 2^-56
+cudaError_t launch_dequantize_query(const DequantizeParams& params, uint8_t* q_codes,
+                                    float* q_factor, cudaStream_t stream);
+
 }  // namespace jax_fa3

@@ -80,6 +80,8 @@ GRADIENTS = (
     Call("native causal", 133, 197, "bf16", {**NATIVE, **CAUSAL}),
     Call("native f16 causal more queries", 205, 131, "f16", {**NATIVE, **CAUSAL}),
     Call("exact causal", 133, 197, "bf16", {**fp8(), **CAUSAL}),
+    Call("exact long", 2051, 131, "bf16", fp8()),
+    Call("exact long causal", 4099, 197, "bf16", {**fp8(), **CAUSAL}),
     Call("deterministic causal", 133, 197, "bf16", {**NATIVE, **CAUSAL, **IN_ORDER}),
     Call("deterministic f16 more queries", 205, 131, "f16", {**NATIVE, **IN_ORDER}),
 )

@@ -139,8 +139,10 @@ def test_keys_from_images_are_those_from_arrays(causal: str | None, image_dtype:
                     rotation=rotation,
                 )[:3]
 
-            own, keys = _ffi.bwd_operands(images, **sizes, deterministic=False)
-            assert isinstance(keys, _ffi.KeyImages)
+            own, keys = _ffi.bwd_operands(
+                images, **sizes, is_causal=causal is not None, deterministic=False
+            )
+            assert isinstance(keys, _ffi.BwdImages)
             return grads(query, (key, value)), grads(own, keys)
 
         of_arrays, of_images = reference.run(both, inputs, dout, dlogsumexp)
@@ -149,6 +151,69 @@ def test_keys_from_images_are_those_from_arrays(causal: str | None, image_dtype:
         old, new = (x[1].astype(np.float32) for x in (of_arrays, of_images))
         size = np.abs(old[np.isfinite(old)]).max(initial=0)
         np.testing.assert_allclose(new, old, rtol=0, atol=2**-8 * size)
+
+
+@pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
+def test_float8_scores_of_long_queries(causal: str | None) -> None:
+    """Gradients are those from arrays up to the rounding of scores, and repeat; also with rows of
+    zeros, of other sizes, and rows, keys and channels that are not finite."""
+    for index, shape in enumerate(
+        [(1, 4096, 256, 2, 1), (2, 4133, 200, 3, 3), (1, 4161, 128, 2, 2)]
+    ):
+        inputs, dout, dlogsumexp = draw(shape, 128, cases.BFLOAT16)
+        rows = np.exp2(-np.arange(shape[1]) % 24 / 2).astype(np.float32)[None, :, None, None]
+        inputs["query"] = (inputs["query"].astype(np.float32) * rows).astype(cases.BFLOAT16)
+        inputs["query"][:, 5::13] = 0
+        if index == 1:
+            inputs["query"][-1, 70, -1, 7] = np.inf
+            inputs["key"][0, -1, 0, 3] = np.nan
+            inputs["value"][-1, 0, -1, 5] = np.inf
+        sizes = {"seqlen_q": shape[1], "seqlen_k": shape[2]}
+        masks = {"is_causal": causal is not None, "bottom_right": causal == "bottom_right"}
+
+        def three(
+            x: Any, *results: Any, sizes: Any = sizes, masks: Any = masks
+        ) -> tuple[Any, Any, Any]:
+            dout, dlogsumexp = results
+            scale = jnp.float32(np.log(2))
+            images = _ffi.quantize_operands(
+                _ffi.QuantizerInputs(
+                    *(x[name] for name in reference.MAIN),
+                    *(jnp.float32(0.1), jnp.float32(1)),
+                    image_dtype=jnp.float8_e4m3fn,
+                    hadamard=True,
+                    smooth_key=True,
+                    center_value=True,
+                    wants_shift=True,
+                )
+            )
+            query, key, value = _ffi.dequantize_operands(images, **sizes)
+            out, logsumexp = _ffi.fwd_native(query, key, value, scale, **masks)
+
+            def grads(query: Any, keys: Any) -> Any:
+                return query, *_ffi.bwd(
+                    *(query, keys, out, logsumexp, dout.astype(out.dtype), dlogsumexp, scale),
+                    **masks,
+                    wants_scale=False,
+                    deterministic=False,
+                )[:3]
+
+            own, keys = _ffi.bwd_operands(
+                images, **sizes, is_causal=causal is not None, deterministic=False
+            )
+            assert isinstance(keys, _ffi.BwdImages)
+            assert keys.q_codes.shape[2] > 0
+            return grads(query, (key, value)), grads(own, keys), grads(own, keys)
+
+        of_arrays, of_images, again = reference.run(three, inputs, dout, dlogsumexp)
+        reference.assert_same_bits(of_images[0], of_arrays[0])  # query
+        for i in (1, 2, 3):
+            old, new = (x[i].astype(np.float32) for x in (of_arrays, of_images))
+            np.testing.assert_array_equal(np.isfinite(new), np.isfinite(old))
+            old, new = (np.nan_to_num(x, posinf=0, neginf=0) for x in (old, new))
+            assert np.linalg.norm(new - old) <= 2**-6 * np.linalg.norm(old)
+        for i in (2, 3):  # dkey, dvalue
+            reference.assert_same_bits(again[i], of_images[i])
 
 
 @pytest.mark.parametrize(("head_dim", "deterministic"), WAYS)

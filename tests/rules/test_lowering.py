@@ -317,6 +317,26 @@ def test_where_the_gradient_runs_and_what_explain_says(
     assert ("jax_fa3_unrotate" in calls(text)) == (is_rotated and in_order)
 
 
+@pytest.mark.parametrize(
+    ("image", "causal", "seqlen", "is_long"),
+    [
+        *(("e4m3", False, 2048, True), ("e4m3", False, 2047, False)),
+        *(("e4m3", True, 4096, True), ("e4m3", True, 4095, False), ("e5m2", True, 4096, False)),
+    ],
+)
+def test_long_queries_of_the_backward_pass_come_as_codes_too(
+    image: str, causal: bool, seqlen: int, is_long: bool
+) -> None:
+    args = [jax.ShapeDtypeStruct((1, n, 2, 128), jnp.bfloat16) for n in (seqlen, 128, 128)]
+    attention = attend(is_causal=causal, quantization=Quantization(dtype=image))
+    text = cuda_text(jax.grad(loss_of(attention), (0, 1, 2)), *args)
+    rows = seqlen if is_long else 0
+    float8 = {"e4m3": "f8E4M3FN", "e5m2": "f8E5M2"}[image]
+    codes = [f"1x2x{rows}x128x{float8}", f"1x2x{rows // 64}xf32"]
+    assert types(text, "jax_fa3_dequantize_query")[1] == [f"1x{seqlen}x2x128xbf16", *codes]
+    assert types(text, "jax_fa3_bwd_fp8")[0][1:3] == codes
+
+
 @pytest.mark.parametrize("image", ["e4m3", "e5m2"])
 def test_the_backward_pass_that_reads_images(image: str) -> None:
     """Of key and value it takes what the quantiser wrote, and of query the array."""
@@ -325,15 +345,16 @@ def test_the_backward_pass_that_reads_images(image: str) -> None:
     text = cuda_text(jax.grad(loss_of(attention), (0, 1, 2)), *args)
     float8 = {"e4m3": "f8E4M3FN", "e5m2": "f8E5M2"}[image]
     query = "2x70x6x128xbf16"
+    no_codes = [f"2x6x0x128x{float8}", "2x6x0xf32"]
     images = [f"2x3x256x128x{float8}", "2x3x2xf32", f"2x3x2x128x128x{float8}"]
     assert types(text, "jax_fa3_dequantize_query") == (
         [f"2x6x128x128x{float8}", "2x6x128xf32"],
-        [query],
+        [query, *no_codes],
     )
     operands, results = types(text, "jax_fa3_bwd_fp8")
     rows = ["2x6x70xf32", query, "2x6x70xf32"]
     assert operands == [
-        *(query, *images, "2x3x128xf32", "2x3x128xf32"),
+        *(query, *no_codes, *images, "2x3x128xf32", "2x3x128xf32"),
         *(query, *rows, "f32", "f32", "2x3x128xf32"),
     ]
     assert results == [
