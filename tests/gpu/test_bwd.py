@@ -161,7 +161,7 @@ def test_float8_scores_of_long_queries(causal: str | None) -> None:
         [(1, 4096, 256, 2, 1), (2, 4133, 200, 3, 3), (1, 4161, 128, 2, 2)]
     ):
         inputs, dout, dlogsumexp = draw(shape, 128, cases.BFLOAT16)
-        rows = np.exp2(-np.arange(shape[1]) % 24 / 2).astype(np.float32)[None, :, None, None]
+        rows = np.exp2(-(np.arange(shape[1]) % 24) / 2).astype(np.float32)[None, :, None, None]
         inputs["query"] = (inputs["query"].astype(np.float32) * rows).astype(cases.BFLOAT16)
         inputs["query"][:, 5::13] = 0
         if index == 1:
