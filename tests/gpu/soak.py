@@ -171,12 +171,13 @@ def start(
 def run_all(flags: argparse.Namespace) -> int:
     began = time.monotonic()
     events: queue.Queue[Any] = queue.Queue()
+    running, died, cut, written = set(range(flags.workers)), 0, 0, 0.0
     workers = [start(flags, number, events) for number in range(flags.workers)]
     summary = Summary(flags.seed)
     facts = {"dry_run": True} if flags.dry_run else {}
     meta = results.meta(seed=flags.seed, workers=flags.workers, **facts) if flags.json else {}
-    open_cases: dict[int, tuple[str, float] | None] = {}  # what runs, and since when
-    running, died, cut, written = set(range(flags.workers)), 0, 0, 0.0
+    # What runs in each worker, None between two cases, and since when.
+    open_cases: dict[int, tuple[str | None, float]] = dict.fromkeys(running, (None, began))
     again = f"python tests/gpu/soak.py --seed {flags.seed} --only"
 
     def write(partial: bool) -> None:
@@ -193,28 +194,28 @@ def run_all(flags: argparse.Namespace) -> int:
             number, event = events.get(timeout=1)
         except queue.Empty:
             event = {}
-        if time.monotonic() > began + flags.seconds + GRACE:
-            break
         if "begin" in event:
             open_cases[number] = event["begin"], time.monotonic()
         elif "end" in event:
-            open_cases[number] = None
+            open_cases[number] = None, time.monotonic()
             summary.add(event)
             if event["failed"]:
                 print(f"FAILED {event['end']}\n  again: {again} {event['index']}")
                 print("".join(f"  {line}\n" for line in event["failed"]), end="", flush=True)
         elif "exit" in event:
             running.discard(number)
-            case, _ = open_cases.get(number) or (None, 0)
+            case, _ = open_cases[number]
             if event["exit"] != 0 or case:
                 died += 1
                 print(f"DIED with {event['exit']}, in {case}", flush=True)
         if time.monotonic() > written + 10:
             written = time.monotonic()
             write(partial=True)
+        if time.monotonic() > began + flags.seconds + GRACE:
+            break
     for number in running:
         workers[number].kill()
-        case, since = open_cases.get(number) or (None, began)
+        case, since = open_cases[number]
         cut += 1
         # Its own watchdog should have ended it: the process cannot even do that.
         if time.monotonic() > since + 12 * flags.limit + GRACE:

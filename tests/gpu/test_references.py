@@ -69,6 +69,17 @@ def test_kernel_limits_reject(preset: str) -> None:
     assert accepted == []
 
 
+def test_a_head_of_one_row_may_show_one_step_of_e4m3() -> None:
+    """Of P beside 1: log(1 + 1/8) at most. Twice that is too much, and the message says where."""
+    out = np.ones((2, 1, 3, 64))
+    exact = model = (out, np.zeros((2, 3, 1)))
+    step = np.zeros((2, 3, 1))
+    step[1, 2] = np.log(1.125)
+    tolerances.check_kernel((out, step), exact, model, tolerances.SOAK_FP8)
+    with pytest.raises(AssertionError, match=r"logsumexp_rms 0\.294 .* at \(1, 2\)"):
+        tolerances.check_kernel((out, 2.5 * step), exact, model, tolerances.SOAK_FP8)
+
+
 def test_kernel_limits_reject_a_lost_empty_row() -> None:
     """An empty row that holds something, or whose logsumexp is finite or +inf."""
     inputs = cases.make_inputs(cases.Case("empty", seqlen_q=9, seqlen_k=5))
