@@ -137,9 +137,11 @@ def goals_table(page: str, rows: list[Row]) -> str:
 
 
 def floors(row: Row) -> dict[str, float]:
-    """What the ratios of a row must reach, by their keys in `ratio`."""
+    """What the ratios of a row must reach, by their keys in `ratio`: floors, else goals."""
     found = {
-        rival: goal.floor for goal in GOALS if goal.floor is not None for rival in goal.rivals(row)
+        rival: goal.goal if goal.floor is None else goal.floor
+        for goal in GOALS
+        for rival in goal.rivals(row)
     }
     if "default" in row["ratio"] and row["head_dim"] < 256:
         found["default"] = 1 / MOST_FOR_ORDER
