@@ -133,7 +133,7 @@ struct BwdTraits<BwdD256<ElementType>> {
   static constexpr int kStagingWarps = 0;
   static constexpr bool kCanPair = false, kTakesCodes = false, kServes = false, kServesRows = false,
                         kFloat8Scores = false;
-  static constexpr int kZeroBytes = 0, kQueryCodeBytes = 0, kKeyCodeBytes = 0;
+  static constexpr int kZeroBytes = 4096, kQueryCodeBytes = 0, kKeyCodeBytes = 0;
 
   static constexpr int kChunks = kHeadDim / 64;  // 64-column chunks of a tile, 128 bytes a row
   static constexpr int kQueryChunkBytes = 64 * 128, kKeyChunkBytes = 64 * 128;
