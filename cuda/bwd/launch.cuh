@@ -66,7 +66,7 @@ cudaError_t launch_dq(BwdParams params, cudaStream_t stream) {
                            params.is_causal);
   return launch_kernel<&bwd_dq_kernel<Config>>(params.order.num_tiles(), Traits::kThreads,
                                                BwdDqSmem<Config>::kAllocation,
-                                               overlap_attribute(true), params, stream);
+                                               overlap_attribute(true), stream, params);
 }
 
 // What CTAs of bwd_kernel do for later heads, and how far ahead: so many CTAs that those of the section before,
@@ -92,7 +92,7 @@ cudaError_t launch_keys(const BwdParams& params, cudaStream_t stream) {
   const cudaError_t status = allow_shared_memory<kKernel>(kBytes);
   if (status != cudaSuccess) return status;
   return launch_kernel<kKernel>(params.order.num_tiles(), BwdTraits<Config>::kThreads, kBytes,
-                                pair_attribute(params.is_paired), params, stream);
+                                pair_attribute(params.is_paired), stream, params);
 }
 
 template <class Config>
@@ -139,7 +139,7 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   if constexpr (Traits::kMakesDq) {
     return launch_kernel<&bwd_queries_kernel<Config>>(rows / kPieceRows, 128, 0,
-                                                      overlap_attribute(counts), params, stream);
+                                                      overlap_attribute(counts), stream, params);
   } else {
     return launch_dq<Config>(params, stream);
   }

@@ -25,10 +25,10 @@ inline cudaLaunchAttribute overlap_attribute(bool overlaps) {
   return attribute;
 }
 
-template <auto kKernel, class Params>
+template <auto kKernel, class... Params>
 cudaError_t launch_kernel(int64_t grid, int threads, int shared_bytes,
-                          cudaLaunchAttribute attribute, const Params& params,
-                          cudaStream_t stream) {
+                          cudaLaunchAttribute attribute, cudaStream_t stream,
+                          const Params&... params) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(threads);
@@ -36,7 +36,7 @@ cudaError_t launch_kernel(int64_t grid, int threads, int shared_bytes,
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kKernel, params);
+  return cudaLaunchKernelEx(&config, kKernel, params...);
 }
 
 }  // namespace jax_fa3

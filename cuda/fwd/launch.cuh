@@ -65,7 +65,7 @@ cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t s
     if (status != cudaSuccess) return status;
   }
   return launch_kernel<&fwd_kernel<Config>>(grid, Traits::kThreads, FwdSmem<Config>::kAllocation,
-                                            pair_attribute(is_paired), params, stream);
+                                            pair_attribute(is_paired), stream, params);
 }
 
 }  // namespace jax_fa3

@@ -15,15 +15,10 @@ template <int kHeadDim, bool kE5m2, bool kAllBf16, QuantizeStep kStep>
 cudaError_t launch_step(const QuantizeParams& params, const QuantizeGrid& grid,
                         cudaStream_t stream) {
   constexpr int kFull = 256;
-  cudaLaunchAttribute attribute =
-      overlap_attribute(kStep != QuantizeStep::kKeysAndValues || grid.kv_blocks >= kFull);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid.blocks(kStep)));
-  config.blockDim = dim3(QuantizeTraits<kHeadDim>::kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, quantize<kHeadDim, kE5m2, kAllBf16, kStep>, params, grid);
+  const bool overlaps = kStep != QuantizeStep::kKeysAndValues || grid.kv_blocks >= kFull;
+  return launch_kernel<&quantize<kHeadDim, kE5m2, kAllBf16, kStep>>(
+      grid.blocks(kStep), QuantizeTraits<kHeadDim>::kThreads, 0, overlap_attribute(overlaps),
+      stream, params, grid);
 }
 
 template <int kHeadDim, bool kE5m2, bool kAllBf16>
