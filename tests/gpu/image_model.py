@@ -153,6 +153,7 @@ def value_codes(
     return cast(np.where(np.isfinite(real), centred * multiplier[:, :, None, :], 0), dtype)
 
 
+@np.errstate(invalid="ignore", over="ignore", under="ignore")
 def quantize(
     q: np.ndarray,
     k: np.ndarray,
@@ -179,37 +180,7 @@ def quantize(
         them (their last bits depend on the order of summation); that of k after the rotation.
     Returns: images as uint8 codes; shapes as in cuda/quantize/params.h.
     """
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        return _quantize(
-            q,
-            k,
-            v,
-            factor,
-            v_factor,
-            hadamard,
-            smooth_key,
-            center_value,
-            wants_shift,
-            np.dtype(dtype),
-            k_mean,
-            v_mean,
-        )
-
-
-def _quantize(
-    q,
-    k,
-    v,
-    factor,
-    v_factor,
-    hadamard,
-    smooth_key,
-    center_value,
-    wants_shift,
-    dtype,
-    k_mean,
-    v_mean,
-):
+    dtype = np.dtype(dtype)
     head_dim = q.shape[-1]
     group_size = q.shape[2] // k.shape[2]
     seqlen_k = k.shape[1]

@@ -97,6 +97,21 @@ def test_fp8_against_its_model(
             tolerances.check_close(actual[name], expected[name], tolerances.BACKWARD_FP8)
 
 
+def images_of(x: Any, image_dtype: Any) -> _ffi.Images:
+    """Quantised operands of every exact-softmax step, with query in units of its own."""
+    return _ffi.quantize_operands(
+        _ffi.QuantizerInputs(
+            *(x[name] for name in reference.MAIN),
+            *(jnp.float32(0.1), jnp.float32(1)),
+            image_dtype=image_dtype,
+            hadamard=True,
+            smooth_key=True,
+            center_value=True,
+            wants_shift=True,
+        )
+    )
+
+
 @pytest.mark.parametrize("image_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 @pytest.mark.parametrize("causal", [None, "bottom_right", "top_left"])
 def test_keys_from_images_are_those_from_arrays(causal: str | None, image_dtype: Any) -> None:
@@ -115,17 +130,7 @@ def test_keys_from_images_are_those_from_arrays(causal: str | None, image_dtype:
         ) -> Any:
             dout, dlogsumexp = results
             scale = jnp.float32(np.log(2))
-            images = _ffi.quantize_operands(
-                _ffi.QuantizerInputs(
-                    *(x[name] for name in reference.MAIN),
-                    *(jnp.float32(0.1), jnp.float32(1)),
-                    image_dtype=image_dtype,
-                    hadamard=True,
-                    smooth_key=True,
-                    center_value=True,
-                    wants_shift=True,
-                )
-            )
+            images = images_of(x, image_dtype)
             query, key, value = _ffi.dequantize_operands(images, **sizes)
             out, logsumexp = _ffi.fwd_native(query, key, value, scale, **masks)
             rotation = None if mean is None else _ffi.Rotation(scale, jnp.asarray(mean))
@@ -176,17 +181,7 @@ def test_float8_scores_of_long_queries(causal: str | None) -> None:
         ) -> tuple[Any, Any, Any]:
             dout, dlogsumexp = results
             scale = jnp.float32(np.log(2))
-            images = _ffi.quantize_operands(
-                _ffi.QuantizerInputs(
-                    *(x[name] for name in reference.MAIN),
-                    *(jnp.float32(0.1), jnp.float32(1)),
-                    image_dtype=jnp.float8_e4m3fn,
-                    hadamard=True,
-                    smooth_key=True,
-                    center_value=True,
-                    wants_shift=True,
-                )
-            )
+            images = images_of(x, jnp.float8_e4m3fn)
             query, key, value = _ffi.dequantize_operands(images, **sizes)
             out, logsumexp = _ffi.fwd_native(query, key, value, scale, **masks)
 
