@@ -1,8 +1,9 @@
 """Which comparisons go on after the usual rounds: those near a floor of goals.py.
 
-One rule for every rival and shape. A ratio that lies within 2 % of its floor after the rounds that
-everyone has is contested: those two take further turns, until the ratio is three standard errors
-away from the floor or known to 0.3 %. Every round counts, the first ones too.
+One rule for every rival and shape. A ratio that lies within 2 % or three standard errors of its
+floor after the rounds that everyone has is contested: those two take further turns, until the ratio
+is three standard errors away from the floor or known to 0.3 %. Every round counts, the first ones
+too.
 """
 
 from __future__ import annotations
@@ -31,17 +32,23 @@ class Pair:
     floor: float
 
     def is_near(self, done: Comparison) -> bool:
-        """Whether both ran and the ratio lies near the floor."""
-        found = done.ratios(self.ours, [self.rival])
-        return any(abs(ratio / self.floor - 1) <= NEAR for ratio in found.values())
+        """Whether both ran and the ratio lies near the floor, or cannot be told from it."""
+        if not {self.ours, self.rival} <= done.turns.keys():
+            return False
+        ratio, error = self._known(done)
+        return abs(ratio - self.floor) <= max(NEAR * self.floor, SURE * error)
 
     def is_settled(self, done: Comparison, most: int) -> bool:
         """Whether further rounds would tell nothing that matters, or were enough."""
-        ours, rival = done.turns[self.ours], done.turns[self.rival]
-        rounds = min(len(ours.ms), len(rival.ms))
-        ratio, error = timing.speed_ratio(ours, rival), timing.ratio_error(ours, rival)
+        rounds = min(len(done.turns[name].ms) for name in (self.ours, self.rival))
+        ratio, error = self._known(done)
         is_clear = abs(ratio - self.floor) > SURE * error or error <= KNOWN * ratio
         return rounds >= most or (rounds >= LEAST and is_clear)
+
+    def _known(self, done: Comparison) -> tuple[float, float]:
+        """The ratio and its standard error."""
+        ours, rival = done.turns[self.ours], done.turns[self.rival]
+        return timing.speed_ratio(ours, rival), timing.ratio_error(ours, rival)
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:

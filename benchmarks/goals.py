@@ -150,22 +150,12 @@ def floors(row: Row) -> dict[str, float]:
 
 def costs_of_order(rows: list[Row]) -> dict[int, dict[bool, list[float]]]:
     """Time of the backward pass with a fixed order over the default's, by head_dim and mask."""
-    ours = [row for row in rows if (row["kind"], row.get("impl")) == ("bwd", "jax_fa3")]
-    default: dict[grid.Shape, float] = {}
-    ordered: dict[grid.Shape, Row] = {}
-    for row in ours:  # a shape may stand in several comparisons: the first one counts
-        if row["preset"] is None:
-            default.setdefault(grid.Shape.of(row), row["ms"])
-        elif row["preset"] == "deterministic":
-            ordered.setdefault(grid.Shape.of(row), row)
+    costs: dict[grid.Shape, float] = {}
+    for row in rows:  # a shape may stand in several comparisons: the first one counts
+        if row["kind"] == "bwd" and "default" in row["ratio"]:
+            costs.setdefault(grid.Shape.of(row), 1 / row["ratio"]["default"])
     found: dict[int, dict[bool, list[float]]] = {}
-    for shape, row in ordered.items():
-        if "default" in row["ratio"]:
-            cost = 1 / row["ratio"]["default"]
-        elif shape in default:  # a file from before ratios to the default were taken
-            cost = row["ms"] / default[shape]
-        else:
-            continue
+    for shape, cost in costs.items():
         own = found.setdefault(shape.head_dim, {False: [], True: []})
         own[shape.is_causal].append(cost)
     return found

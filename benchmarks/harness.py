@@ -39,6 +39,12 @@ def existing_results(text_path: str) -> Path:
     return path
 
 
+def committed_speeds() -> list[Path]:
+    """Result files of the grid in results/, newest first: what one holds counts before the next."""
+    folder = Path(__file__).with_name("results")
+    return [folder / "h200.json", *sorted(folder.glob("h200_older*.json"))]
+
+
 # What must agree before results may stand in one table; versions of packages must too.
 FACTS = ("card", "driver", "power_limit_w", "commit")
 # What one meta block tells of the card besides.
@@ -91,8 +97,8 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             merged = {**block, "versions": dict(block.get("versions", {}))}
         _require_same(merged, block, path)
         merged["versions"].update(block.get("versions", {}))
-        again = {_identity(row) for row in more}
-        rows = [row for row in rows if _identity(row) not in again] + more
+        again = {identity(row) for row in more}
+        rows = [row for row in rows if identity(row) not in again] + more
         shared = (*FACTS, "dry_run", "versions", "runs", *_CARD)
         own = {key: value for key, value in block.items() if key not in shared}
         runs += block.get("runs", [own])
@@ -108,7 +114,7 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return merged, rows
 
 
-def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
     """Without a rival a call is not the same measurement as beside one."""
     return (*(row.get(name) for name in IDENTITY), *sorted(row.get("ratio", ())))
 

@@ -23,7 +23,7 @@ _SERVED_QUANTIZATION = {
     "accumulate": "two_level",
 }
 # How much longer a backward pass takes at most whose sums have a fixed order, in percent of the
-# default's time, from benchmarks/results/h200.json. At head_dim 256 the default has one too.
+# default's time, from benchmarks/results/. At head_dim 256 the default has one too.
 _COST_OF_ORDER = {64: 25, 128: 20}
 _UNSERVED_OPERANDS = (
     "sinks",

@@ -26,6 +26,8 @@ SHORT_S = 1e-3
 LAUNCHES_OF_SHORT = 8
 # Untimed part of a sustained turn, in which clocks adapt to the new contender.
 _LEAD = 0.2
+# Untimed before the first, in turns: a card that idled while programs were compiled runs faster.
+_WARM = 2.0
 _DRAWS = 200  # of the orders of all rounds, to choose from
 _AT_ONCE = 4  # further rounds between two looks at what is known
 
@@ -122,6 +124,8 @@ def take_turns(
         for name, side in sides.items()
     }
     turns = {name: Turns() for name in sides}
+    if not regime.idle_s:
+        _warm(sides, counts, _WARM * turn_s)
     orders = draw_orders(list(sides), rounds)
     while orders:
         for name in itertools.chain.from_iterable(orders):
@@ -176,6 +180,14 @@ def ratio_error(ours: Turns, rival: Turns) -> float:
 def _ratios(ours: Turns, rival: Turns) -> list[float]:
     """Of each round that both took part in: the first ones, see `take_turns`."""
     return [b / a for a, b in zip(ours.ms, rival.ms, strict=False)]
+
+
+def _warm(sides: dict[str, Side], counts: dict[str, int], seconds: float) -> None:
+    """All sides by turns, untimed, until the card is at the clock that it holds."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for name, side in sides.items():
+            _queue(side, math.ceil(counts[name] * _LEAD))
 
 
 def _queue(side: Side, count: int) -> None:

@@ -75,6 +75,18 @@ def readmes(tmp_path):
     return paths
 
 
+@pytest.fixture
+def harness(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("harness")
+
+
+def committed_rows(harness):
+    """Speeds, newest first."""
+    contents = [json.loads(path.read_text()) for path in harness.committed_speeds()]
+    return [row for content in contents for row in content["rows"]]
+
+
 def table(result_file, readmes, *flags):
     files = ["--readme", readmes[0], "--details", readmes[1]]
     return run(BENCHMARKS / "table.py", result_file, *files, *flags, cwd=result_file.parent)
@@ -133,17 +145,21 @@ def test_our_files_hold_the_markers(name):
     assert content.count("<!-- table:begin -->") == content.count("<!-- table:end -->") == 1
 
 
-def test_our_tables_are_those_of_the_committed_results():
-    names = ("h200", "h200_older", "h200_errors", "h200_utilisation", "h200_ablation")
-    files = [BENCHMARKS / "results" / f"{name}.json" for name in names]
+def test_our_tables_are_those_of_the_committed_results(harness):
+    others = [
+        BENCHMARKS / "results" / f"h200_{name}.json"
+        for name in ("errors", "utilisation", "ablation")
+    ]
+    files = [*harness.committed_speeds(), *others]
     done = run(BENCHMARKS / "table.py", *files, "--check", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_committed_speeds_are_a_whole_grid(head_dim):
-    """Every length and mask next to the rivals that the goals name, in five rounds or more."""
-    rows = json.loads((BENCHMARKS / "results" / "h200.json").read_text())["rows"]
+def test_the_committed_speeds_are_a_whole_grid(harness, head_dim):
+    """Every length and mask next to the rivals that the goals name, in five rounds or more. The
+    files hold it together; each ratio is one run's."""
+    rows = committed_rows(harness)
     rows = [row for row in rows if row.get("regime") == "sustained" and row["ratio"]]
     assert min(row["rounds"] for row in rows) >= 5
     found = {
@@ -162,13 +178,24 @@ def test_the_committed_speeds_are_a_whole_grid(head_dim):
             assert ("bwd", "bf16", seqlen, is_causal, rival) in found
 
 
+def test_what_was_measured_again_stands_in_the_newest_file_alone(harness):
+    files = harness.committed_speeds()
+    assert files[0].name == "h200.json"
+    dates, measured = [], []
+    for path in files:
+        content = json.loads(path.read_text())
+        dates.append(content["meta"]["date"])
+        measured.append({harness.identity(row) for row in content["rows"] if row.get("ratio")})
+    assert dates == sorted(dates, reverse=True)
+    for one, other in itertools.combinations(measured, 2):
+        assert not one & other
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_a_fixed_order_costs_is_that_of_the_committed_results(head_dim, monkeypatch):
+def test_what_a_fixed_order_costs_is_that_of_the_committed_results(harness, head_dim):
     """What explain says. Such ratios differ by some points from run to run."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
     goals = importlib.import_module("goals")
-    rows = json.loads((BENCHMARKS / "results" / "h200.json").read_text())["rows"]
-    costs = goals.costs_of_order(rows)[head_dim]
+    costs = goals.costs_of_order(committed_rows(harness))[head_dim]
     longer = [100 * (cost - 1) for own in costs.values() for cost in own]
     assert len(longer) >= 4
     assert -3 <= jax_fa3._explain._COST_OF_ORDER[head_dim] - max(longer) <= 10

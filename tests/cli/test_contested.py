@@ -47,6 +47,7 @@ def rounds_taken(rule, ratios, most=45, group=(OURS, FA3, CUDNN), **more):
     [
         ([1.03], 5),  # not near
         ([0.97], 5),
+        ([1.03, 1.0, 1.06, 1.03, 1.01], 17),  # not near, nor to be told from the floor
         ([1.01], 9),  # near and clear
         ([0.99], 9),
         ([0.98, 1.0, 1.02, 1.0, 1.0, 0.99, 1.01], 41),  # unclear until it is known to 0.3 %
@@ -56,6 +57,23 @@ def rounds_taken(rule, ratios, most=45, group=(OURS, FA3, CUDNN), **more):
 def test_two_go_on_until_it_is_clear(rule, ratios, rounds):
     ours, fa3, cudnn = rounds_taken(rule, ratios)
     assert (ours, fa3, cudnn) == (rounds, rounds, 5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("seqlen", "goal"), [(8192, 0.92), (4096, 0.85)])
+def test_what_quantising_leaves_of_the_kernel_goes_on_too(rule, seqlen, goal, is_causal):
+    alone, whole = (
+        Contender("jax_fa3", "fp8", "accurate", with_quantize, lambda _: None)
+        for with_quantize in (False, True)
+    )
+    flags = argparse.Namespace(regime="sustained", contested=45)
+    for group in (1, 8):
+        shape = grid.square(16_384 // seqlen, seqlen, 16, 128, is_causal, group)
+        for share, goes_on in ((goal - 0.004, True), (goal - 0.03, False)):
+            turns = {alone.label: Turns([share] * 5), whole.label: Turns([1.0] * 5)}
+            ask = rule.more_rounds(flags, "fwd")(shape, [alone, whole])
+            named = ask(contenders.Comparison(turns, {}))
+            assert named == ([alone.label, whole.label] if goes_on else [])
 
 
 def test_most_rounds_is_a_flag(rule):

@@ -51,18 +51,18 @@ def test_goals_stand_beside_what_was_reached(goals):
 
 def test_what_a_fixed_order_costs_is_taken_shape_by_shape(goals):
     own = {"kind": "bwd", "precision": "bf16"}
+    ordered = {**own, "preset": "deterministic"}
     rows = [
-        row(**own, preset=None, ms=2.0),
-        row(**own, preset="deterministic", ms=2.3),
-        row(**own, preset=None, ms=2.1),  # beside other rivals
-        row(**own, preset=None, ms=1.0, seqlen_q=4096),  # alone
+        row(**own, preset=None, ratio={"cudnn": 1.3}),
+        row(**ordered, ratio={"cudnn": 1.3, "default": 0.8}),
+        row(**ordered, ratio={"default": 0.9}),  # the same shape again, beside other rivals
+        row(**ordered, ratio={"cudnn": 1.3}, seqlen_q=4096),  # without the default
+        row(**ordered, ratio={"default": 0.88}, is_causal=False),
         {"kind": "soak"},
     ]
     lines = goals.order_table(rows).splitlines()
-    assert lines[2:] == ["| 128 | - | 1.150 |"]
-    assert goals.order_table(rows[2:]) == ""
-    within = row(**own, preset="deterministic", ms=2.5, ratio={"cudnn": 1.3, "default": 0.8})
-    assert goals.order_table([within]).splitlines()[2:] == ["| 128 | - | 1.250 |"]
+    assert lines[2:] == ["| 128 | 1.136 | 1.250 |"]
+    assert goals.order_table(rows[:1] + rows[3:4]) == ""
 
 
 def test_floors_of_a_row(goals):

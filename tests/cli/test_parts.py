@@ -132,6 +132,19 @@ def test_no_side_always_follows_the_same_one(sides, rounds):
         assert max(counts) - min(counts) <= 2
 
 
+def test_all_run_untimed_before_the_first_turn():
+    begun = []
+
+    def side(name):
+        return Side(lambda: begun.append((time.perf_counter(), name)) or time.sleep(1e-3), id)
+
+    turns = timing.take_turns({n: side(n) for n in "abc"}, REGIMES["sustained"], 1, turn_s=0.02)
+    first = min(own.spans[0][0] for own in turns.values())
+    before = [(at, name) for at, name in begun if first - 0.045 < at < first]
+    assert {name for _, name in before} == {"a", "b", "c"}
+    assert before[0][0] < first - 0.03
+
+
 def test_a_slower_side_is_measured_slower():
     def sleeper(seconds):
         return Side(lambda: time.sleep(seconds), lambda _: None)
