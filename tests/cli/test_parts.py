@@ -140,9 +140,9 @@ def test_all_run_untimed_before_the_first_turn():
 
     turns = timing.take_turns({n: side(n) for n in "abc"}, REGIMES["sustained"], 1, turn_s=0.02)
     first = min(own.spans[0][0] for own in turns.values())
-    before = [(at, name) for at, name in begun if first - 0.045 < at < first]
+    before = [(at, name) for at, name in begun if first - 0.25 < at < first]
     assert {name for _, name in before} == {"a", "b", "c"}
-    assert before[0][0] < first - 0.03
+    assert before[0][0] < first - 0.15
 
 
 def test_a_slower_side_is_measured_slower():
