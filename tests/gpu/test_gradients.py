@@ -85,6 +85,35 @@ def test_against_float64(causal: str | None, size: tuple[int, int], head_dim: in
 
 
 @gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_against_finite_differences(head_dim: int) -> None:
+    """Along random directions, of float64 attention: no formula of gradients."""
+    case = cases.Case("differences", batch=1, seqlen_q=9, seqlen_k=13, num_heads_q=4,
+                      num_heads_kv=2, head_dim=head_dim)  # fmt: skip
+    inputs = cases.make_inputs(case, np.float16)
+    dout, dlogsumexp = cotangents_of(inputs)
+    grads = reference.run(
+        lambda x: gradients(x, (dout, dlogsumexp), causal="bottom_right", preset="native"), inputs
+    )
+
+    def loss(x: dict[str, Any]) -> float:
+        out, logsumexp = reference.exact(x, causal="bottom_right")
+        return float((out * dout).sum() + (logsumexp * dlogsumexp).sum())
+
+    rng = np.random.default_rng(3)
+    exact = {name: inputs[name].astype(np.float64) for name in MAIN}
+    for name in MAIN:
+        for _ in range(4):
+            way = rng.normal(size=exact[name].shape)
+            ends = (loss({**exact, name: exact[name] + h * way}) for h in (1e-4, -1e-4))
+            slope = (next(ends) - next(ends)) / 2e-4
+            found = (grads[name].astype(np.float64) * way).sum()
+            # A sum of terms of both signs, next to the size of a random one.
+            size = np.linalg.norm(grads[name].astype(np.float64))
+            assert abs(found - slope) <= 1e-2 * size, (name, found, slope, size)
+
+
+@gpu
 def test_one_key() -> None:
     """Softmax over one key is constant: dq and dk are 0, dv is the sum of dout."""
     sizes = (1, 2, 17)

@@ -13,6 +13,8 @@ import pytest
 from gpu import reference
 from gpu.reference import assert_same_bits, attend, run
 
+import jax_fa3
+
 pytestmark = pytest.mark.gpu
 PRESETS = ("accurate", "native")
 
@@ -141,6 +143,36 @@ def test_vmap_and_grad_in_any_order(preset: str) -> None:
             for i in range(3):
                 error = np.linalg.norm(got[i] - expected[i]) / np.linalg.norm(expected[i])
                 assert error < 5e-3, (name, i, error)  # sums in another order, bfloat16 results
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_gradient_of_a_scan_with_remat(preset: str) -> None:
+    """Layers in a scan, saved by name or computed again: the gradient of the loop over them."""
+    x = examples()
+    query, key, value = (jnp.asarray(a[0]) for a in x.values())
+    weights = jnp.array([1.0, 0.5, 2.0], jnp.bfloat16)
+    options = {**reference.PRESETS[preset], "causal": "bottom_right", "deterministic": True}
+
+    def layer(x: Any, weight: Any) -> Any:
+        return attend({"query": x * weight, "key": key, "value": value}, **options).out, None
+
+    def looped(x: Any) -> Any:
+        for i in range(3):
+            x = layer(x, weights[i])[0]
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    def scanned(policy: Any) -> Any:
+        body = jax.checkpoint(layer, policy=policy)
+        return lambda x: jnp.sum(jax.lax.scan(body, x, weights)[0].astype(jnp.float32) ** 2)
+
+    def every(x: Any) -> Any:
+        policies = (None, jax_fa3.checkpoint_policy())
+        return [jax.grad(f)(x) for f in (looped, *map(scanned, policies))]
+
+    expected, *others = (np.asarray(g, np.float64) for g in run(every, query))
+    assert np.linalg.norm(expected) > 0
+    for got in others:
+        assert np.linalg.norm(got - expected) < 5e-3 * np.linalg.norm(expected)
 
 
 def test_traced_scale_does_not_recompile() -> None:
