@@ -37,7 +37,7 @@ ffi::Error quantize_fwd_fp8(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffe
                 {hadamard, smooth_key, center_value, wants_shift});
   fill_shape(check, params.fwd, sizes, {*out, *logsumexp, *tile_counter, is_causal, bottom_right});
   params.quantize.tile_counter = params.fwd.tile_counter;
-  params.fwd.counter_is_clear = true;
+  params.fwd.follows_quantiser = true;
   if (check.failed()) return check.take();
   fill_images(params.fwd, images);
   return check.launched(launch_short(is_short(sizes), params, stream, [&](cudaStream_t on) {

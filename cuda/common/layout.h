@@ -17,6 +17,9 @@ namespace jax_fa3 {
 // Keys that share one k_descale and lie in one v_image granule; also the kv tile of the FP8
 // forward.
 inline constexpr int kGranule = 128;
+// Granules of all kv heads with which the quantiser fills the card; with fewer, launches that wait for the means
+// or the images are done sooner if they start when these are there.
+inline constexpr int kFullGranules = 256;
 // Rows of q_image are padded to whole slabs; one math warpgroup owns one slab.
 inline constexpr int kSlab = 64;
 // Largest magnitude stored for q and k: range * range * head_dim stays inside f16 (65,504).

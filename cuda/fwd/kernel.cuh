@@ -21,6 +21,8 @@
 //            one, which waits for that too. Rank 0 takes two tiles at a time from the counter; the
 //            second comes to rank 1 with taken_full (1 + 4 bytes), which answers on taken_empty (1).
 //            Both CTAs end together, since one may still arrive at the other's barriers.
+// Early      FP8 may start before the quantiser has ended (follows_quantiser): the load thread waits for
+//            it; all that other threads read in global memory or write follows from what that one loads.
 // Named      1 + w (256 threads): math warpgroup w's turn to issue products; only with a ping-pong
 //            pipeline. w syncs on its own barrier, then arrives on its neighbour's. Id 0 is
 //            __syncthreads.
@@ -40,6 +42,7 @@
 #pragma once
 
 #include "../ptx/cluster.cuh"
+#include "../ptx/dependent.cuh"
 #include "../ptx/shared.cuh"
 #include "load.cuh"
 #include "math.cuh"
@@ -100,7 +103,10 @@ __global__ void __launch_bounds__(FwdTraits<Config>::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::release_registers<Traits::kLoadRegisters>();
-    if (threadIdx.x == 0) load_loop<Config>(p, smem);
+    if (threadIdx.x == 0) {
+      if constexpr (Traits::kIsFp8) ptx::wait_for_last_launch();
+      load_loop<Config>(p, smem);
+    }
   } else {
     ptx::take_registers<Traits::kMathRegisters>();
     math_loop<Config>(p, smem, warpgroup - 1);

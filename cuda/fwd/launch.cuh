@@ -5,6 +5,7 @@
 
 #include "../common/device.h"
 #include "../common/launch_kernel.h"
+#include "../common/layout.h"
 #include "../common/tensor_map.h"
 #include "kernel.cuh"
 #include "tile_counter.h"
@@ -31,6 +32,16 @@ void order_tiles(FwdShape* shape) {
                                         section_bytes(Traits::kHeadDim, shape->seqlen_k))
                         : 1;
   shape->order = TileOrder{num_q_blocks, shape->num_heads_q, shape->batch, heads, shape->is_causal};
+}
+
+// Whether the launch may start before the quantiser ahead has ended, as measured: at head_dim 64 that is
+// slower, and with granules that do not fill the card. By the shape alone, as overlap_attribute must be.
+template <class Config>
+bool starts_early(const FwdShape& shape) {
+  using Traits = FwdTraits<Config>;
+  const int64_t granules = round_up(shape.seqlen_k, kGranule) / kGranule;
+  return Traits::kIsFp8 && Traits::kHeadDim == 128 && shape.follows_quantiser &&
+         shape.batch * shape.num_heads_kv * granules >= kFullGranules;
 }
 
 template <class Config>
@@ -60,12 +71,15 @@ cudaError_t launch_fwd(typename FwdTraits<Config>::Params params, cudaStream_t s
   const int tiles = num_tiles<Config>(params);
   const int grid = std::min(tiles, multiprocessors);
   if (tiles <= multiprocessors) params.tile_counter = nullptr;  // one tile each
-  if (params.tile_counter != nullptr && !params.counter_is_clear) {
+  if (params.tile_counter != nullptr && !params.follows_quantiser) {
     status = clear_tile_counter(params.tile_counter, stream);
     if (status != cudaSuccess) return status;
   }
   return launch_kernel<&fwd_kernel<Config>>(grid, Traits::kThreads, FwdSmem<Config>::kAllocation,
-                                            pair_attribute(is_paired), stream, params);
+                                            Traits::kCanPair
+                                                ? pair_attribute(is_paired)
+                                                : overlap_attribute(starts_early<Config>(params)),
+                                            stream, params);
 }
 
 }  // namespace jax_fa3

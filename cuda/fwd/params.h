@@ -43,12 +43,12 @@ struct FwdShape {
   int num_heads_q;
   int num_heads_kv;
   bool is_causal;
-  bool bottom_right;      // alignment of the causal diagonal when seqlen_q != seqlen_k
-  bool out_is_f16;        // else bfloat16
-  bool counter_is_clear;  // tile_counter is 0 already; else the launch sees to it
-  void* out;              // [batch, seqlen_q, num_heads_q, head_dim]
-  float* logsumexp;       // [batch, num_heads_q, seqlen_q], natural log
-  int* tile_counter;      // one word of scratch: how many tiles were taken from the counter
+  bool bottom_right;       // alignment of the causal diagonal when seqlen_q != seqlen_k
+  bool out_is_f16;         // else bfloat16
+  bool follows_quantiser;  // FP8: it is ahead, has cleared tile_counter, and need not have ended
+  void* out;               // [batch, seqlen_q, num_heads_q, head_dim]
+  float* logsumexp;        // [batch, num_heads_q, seqlen_q], natural log
+  int* tile_counter;       // one word of scratch: how many tiles were taken from the counter
 
   // Filled by the launch.
   TileOrder order;

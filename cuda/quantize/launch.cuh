@@ -10,12 +10,11 @@
 namespace jax_fa3 {
 
 // Launches behind the statistics. Each may start once all CTAs of the one before it have, but for k and v that
-// do not fill the card: they are done sooner if they start when the means are there.
+// do not fill the card.
 template <int kHeadDim, bool kE5m2, bool kAllBf16, QuantizeStep kStep>
 cudaError_t launch_step(const QuantizeParams& params, const QuantizeGrid& grid,
                         cudaStream_t stream) {
-  constexpr int kFull = 256;
-  const bool overlaps = kStep != QuantizeStep::kKeysAndValues || grid.kv_blocks >= kFull;
+  const bool overlaps = kStep != QuantizeStep::kKeysAndValues || grid.kv_blocks >= kFullGranules;
   return launch_kernel<&quantize<kHeadDim, kE5m2, kAllBf16, kStep>>(
       grid.blocks(kStep), QuantizeTraits<kHeadDim>::kThreads, 0, overlap_attribute(overlaps),
       stream, params, grid);

@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(QuantizeTraits<kHeadDim>::kThreads,
                                   QuantizeTraits<kHeadDim>::kCtasPerSm)
     quantize(const QuantizeParams given, const QuantizeGrid grid) {
   using Traits = QuantizeTraits<kHeadDim>;
-  if constexpr (kStep != QuantizeStep::kEnds) ptx::let_next_launch_start();
+  ptx::let_next_launch_start();
   QuantizeParams params = given;
   if (kAllBf16) params.q_kind = params.k_kind = params.v_kind = ElementKind::kBf16;
   __shared__ StepSmem<Traits, kStep> smem;
