@@ -36,10 +36,13 @@ template <int kHeadDim>
 cudaError_t launch_quantize_kernels(const QuantizeParams& params, const QuantizeGrid& grid,
                                     cudaStream_t stream) {
   const bool all_bf16 = is_all_bf16(params);
-  if (all_bf16) {
-    key_value_stats<kHeadDim, true><<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
+  if (all_bf16 && key_sample(params.seqlen_k) != 1) {
+    key_value_stats<kHeadDim, true, true><<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
+  } else if (all_bf16) {
+    key_value_stats<kHeadDim, true, false><<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
   } else {
-    key_value_stats<kHeadDim, false><<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
+    key_value_stats<kHeadDim, false, false>
+        <<<grid.stats_blocks, kStatsThreads, 0, stream>>>(params);
   }
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;

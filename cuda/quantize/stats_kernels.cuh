@@ -108,8 +108,11 @@ __device__ __forceinline__ void gather_rows(ChannelStats& stats, const RowView& 
 // Work       instructions per element: k 2 (widen, add), v 4 (widen, add, min, max); at 4 TB/s an
 //            SM has 15.
 // kAllBf16   k and v are bfloat16, which the compiler may then count on.
-template <int kHeadDim, bool kAllBf16>
-__global__ void __launch_bounds__(kStatsThreads, kHeadDim == 64 ? 3 : 2)
+// kSampled   and one key of eight counts: few loads a thread, and so few registers that four CTAs share an SM.
+template <int kHeadDim, bool kAllBf16, bool kSampled>
+__global__ void __launch_bounds__(kStatsThreads, kSampled         ? 4
+                                                 : kHeadDim == 64 ? 3
+                                                                  : 2)
     key_value_stats(const QuantizeParams given) {
   ptx::let_next_launch_start();
   if (given.tile_counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *given.tile_counter = 0;
@@ -155,7 +158,7 @@ __global__ void __launch_bounds__(kStatsThreads, kHeadDim == 64 ? 3 : 2)
                           int sample) {
     const RowView view(tensor, kind, batch, params.seqlen_k, params.num_heads_kv, head, kHeadDim,
                        chunk_first);
-    if (sample == 1) {
+    if (!kSampled && sample == 1) {
       gather_rows<decltype(extrema)::value, kInFlight>(stats, view, row, end, kRowGroups, column);
     } else {
       // The remainders repeat within the groups, and within the chunks.

@@ -58,8 +58,13 @@ void run_kernels(const QuantizeParams& params, const QuantizeGrid& grid) {
   const bool q_first = spreads_q(params);
   if (q_first) run_step<kHeadDim, QuantizeStep::kMeans>(params, grid, true);
   cuda_on_host::launch(grid.stats_blocks, kStatsThreads, [&] {
-    is_all_bf16(params) ? key_value_stats<kHeadDim, true>(params)
-                        : key_value_stats<kHeadDim, false>(params);
+    if (!is_all_bf16(params)) {
+      key_value_stats<kHeadDim, false, false>(params);
+    } else if (key_sample(params.seqlen_k) == 1) {
+      key_value_stats<kHeadDim, true, false>(params);
+    } else {
+      key_value_stats<kHeadDim, true, true>(params);
+    }
   });
   run_step<kHeadDim, QuantizeStep::kMeans>(params, grid, false);
   if (!q_first) run_step<kHeadDim, QuantizeStep::kMeans>(params, grid, true);
