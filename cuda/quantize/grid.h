@@ -2,6 +2,7 @@
 // it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../common/layout.h"
@@ -124,12 +125,14 @@ inline bool make_quantize_grid(const QuantizeParams& params, QuantizeGrid* grid)
   grid->q_rows = static_cast<int>(round_up(params.seqlen_q, kSlab));
   grid->chunks = static_cast<int>(chunks);
   grid->group = params.num_heads_q / params.num_heads_kv;
-  // Where there are several waves of blocks, the last ones of q come beside the last ones of k and v and the ends.
-  constexpr int64_t kMostLate = 256;
+  // Where there are several waves of blocks, the last ones of q come beside the last ones of k and v and the
+  // ends: with these 384 blocks, as measured.
+  constexpr int64_t kLast = 384, kFewestLate = 256, kMostLate = 320;
   const int64_t tiles = q_heads * q_tiles;
   const int run = quantize_run(tiles, spreads_q(params));
-  const int64_t late = run == 1 ? 0 : tiles / run / 4;
-  deal_q_tiles(params, run, static_cast<int>(late < kMostLate ? late : kMostLate), grid);
+  const int64_t late = run == 1 ? 0 : tiles / run * 5 / 16;
+  const int64_t most = std::clamp(kLast - kv_heads, kFewestLate, kMostLate);
+  deal_q_tiles(params, run, static_cast<int>(std::min(late, most)), grid);
   return true;
 }
 

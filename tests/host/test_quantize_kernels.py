@@ -370,8 +370,12 @@ def test_grid(host):
     assert grid(host, seqlen_q=2**14 + 1)[3] == 12 * 43  # runs of three, the last one shorter
     # without the shift, query images need not wait for the means
     assert grid(host, shift=False) == (8, 4, 32, 12, 12, 0)
-    assert grid(host, seqlen_q=2**14 + 1, shift=False)[3:] == (780, 780 - 193, 193)
-    assert grid(host, seqlen_q=2**17, shift=False)[3:] == (6144, 6144 - 256, 256)
+    assert grid(host, seqlen_q=2**14 + 1, shift=False)[3:] == (780, 780 - 241, 241)
+    assert grid(host, seqlen_q=2**17, shift=False)[3:] == (6144, 6144 - 320, 320)
+    # fewer of them late beside many ends
+    heads = {"heads_q": 16, "heads_kv": 16, "shift": False}
+    assert grid(host, batch=4, seqlen_q=4096, **heads)[3:] == (1024, 1024 - 320, 320)
+    assert grid(host, batch=8, seqlen_q=2048, **heads)[3:] == (1024, 1024 - 256, 256)
 
 
 @pytest.mark.parametrize(
