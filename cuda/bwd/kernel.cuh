@@ -17,9 +17,9 @@
 //            makes dQ | ones | row_lse[q stages] | row_delta[dout stages] | kServes: 4 KiB of zeros,
 //            2 KiB per service warp | barriers. At the end rows of dV and dK leave through v, or (joint, without
 //            kMakesDq) through the staging. kTakesCodes: the codes of k and v wait in dS^T, and the math warpgroups
-//            make k and v of them before the first step (decode_keys.cuh). kFloat8Scores: codes of k | codes of
-//            q[dout stages] follow the staging, 512 bytes of zeros the ones, and row_lse[dout stages] holds both
-//            row numbers (rows.cuh).
+//            make k and v of them before the first step (decode_keys.cuh). kFloat8Scores: 512 bytes of zeros and the
+//            barriers follow the ones, row_lse[dout stages] holds both row numbers (rows.cuh), and codes of k |
+//            codes of q[dout stages] come last.
 // mbarriers  name         arrivals          waiter   meaning
 //            k_full       1 + bytes         math,dQ  the CTA's keys have landed (once)
 //            v_full       1 + bytes         math     likewise its values; kTakesCodes: of either the codes. Service

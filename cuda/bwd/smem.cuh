@@ -20,25 +20,29 @@ struct BwdSmem {
   static constexpr int kScoreGrads = kOutGrads + kDoStages * Traits::kQueryBytes;
   static constexpr int kStaging = kScoreGrads + Traits::kScoreGradBuffers * Traits::kScoreGradBytes;
   static constexpr bool kFloat8Scores = Traits::kFloat8Scores;
-  static constexpr int kKeyCodes = kStaging + Traits::kStagingWarps * (kPieceWarpFloats * 4);
-  static constexpr int kQueryCodes = kKeyCodes + Traits::kKeyCodeBytes;
-  // compute-sanitizer takes the 8 rows of ones, which every row of the operand repeats, for 2 KiB: what
-  // follows them must be as long.
-  static constexpr int kOnes = kQueryCodes + kDoStages * Traits::kQueryCodeBytes;
+  // compute-sanitizer takes the 8 rows of ones, which every row of the operand repeats, for 2 KiB, and so a
+  // stage of row numbers: what follows them must be as long.
+  static constexpr int kOnes = kStaging + Traits::kStagingWarps * (kPieceWarpFloats * 4);
   static constexpr int kOnesBytes = bwd_row_words(Traits::kHeadDim) == 1 ? 0 : 256;
-  // kFloat8Scores: the zeros stand behind the ones, which need some, and one record holds both row numbers.
-  static constexpr int kRowLse = kOnes + kOnesBytes + kFloat8Scores * Traits::kZeroBytes;
+  static constexpr int kNumBarriers = 2 + 3 * kQStages + (kFloat8Scores ? 6 : 3) * kDoStages +
+                                      (Traits::kDqRole ? 2 * Traits::kScoreGradBuffers : 0);
+  // kFloat8Scores: behind the ones stand the zeros, which they need, and the barriers, in 1 KiB together; one
+  // record holds both row numbers, and the codes come last.
+  static constexpr int kRowLse = kOnes + (kFloat8Scores ? 1024 : kOnesBytes);
   static constexpr int kRowDelta = kFloat8Scores ? kRowLse : kRowLse + kQStages * Traits::kRowBytes;
   static constexpr int kAfterRows = kRowDelta + kDoStages * Traits::kRowBytes;
   static constexpr int kZeros = kFloat8Scores ? kOnes + kOnesBytes : kAfterRows;
-  static constexpr int kService =
-      kAfterRows + (Traits::kServes && !kFloat8Scores) * Traits::kZeroBytes;
+  static constexpr int kService = kZeros + Traits::kServes * Traits::kZeroBytes;
   static constexpr int kServiceBytes = 2048;  // of a warp
   static constexpr int kBarriers =
       kService + Traits::kServesRows * BwdParams::kServiceWarps * kServiceBytes;
-  static constexpr int kNumBarriers = 2 + 3 * kQStages + (kFloat8Scores ? 6 : 3) * kDoStages +
-                                      (Traits::kDqRole ? 2 * Traits::kScoreGradBuffers : 0);
-  static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
+  static constexpr int kAfterBarriers = kBarriers + 8 * kNumBarriers;
+  static constexpr int kKeyCodes = kAfterRows;
+  static constexpr int kQueryCodes = kKeyCodes + Traits::kKeyCodeBytes;
+  static constexpr int kBytes =
+      kFloat8Scores ? kQueryCodes + kDoStages * Traits::kQueryCodeBytes : kAfterBarriers;
+  static_assert(!kFloat8Scores || (kAfterBarriers <= kRowLse && kKeyCodes % 1024 == 0),
+                "ones, zeros and barriers take 1 KiB at most, and codes begin a whole one");
   // Room to align the base, but for codes, which leave none: without static shared memory the dynamic begins
   // behind 1 KiB of the system's.
   static constexpr int kAllocation = kBytes + (kFloat8Scores ? 0 : 1024);
