@@ -34,10 +34,11 @@ ElementKind fill_bwd(Checker& check, BwdParams& params, const Sizes& sizes, BwdO
   check.hopper();
   const int64_t rows = round_up(seqlen_q, kBwdRowPad);
   const bool in_order = flags.deterministic || head_dim == 256;
+  const bool has_dlogsumexp = in.dlogsumexp.element_count() > 0;
   check.shape("out", in.out, {batch, seqlen_q, num_heads_q, head_dim});
   check.shape("dout", in.dout, {batch, seqlen_q, num_heads_q, head_dim});
   check.shape("logsumexp", in.logsumexp, {batch, num_heads_q, seqlen_q});
-  check.shape("dlogsumexp", in.dlogsumexp, {batch, num_heads_q, seqlen_q});
+  check.shape("dlogsumexp", in.dlogsumexp, {batch, num_heads_q, has_dlogsumexp ? seqlen_q : 0});
   check.shape("softmax_scale", in.softmax_scale, {});
   check.shape("input_scale", in.input_scale, {});
   check.shape("key_mean", in.key_mean, {flags.rotated ? batch : 0, num_heads_kv, head_dim});
@@ -68,7 +69,7 @@ ElementKind fill_bwd(Checker& check, BwdParams& params, const Sizes& sizes, BwdO
   params.out = in.out.untyped_data();
   params.dout = in.dout.untyped_data();
   params.logsumexp = in.logsumexp.typed_data();
-  params.dlogsumexp = in.dlogsumexp.typed_data();
+  params.dlogsumexp = has_dlogsumexp ? in.dlogsumexp.typed_data() : nullptr;
   params.softmax_scale = in.softmax_scale.typed_data();
   params.input_scale = flags.rotated ? in.input_scale.typed_data() : nullptr;
   params.key_mean = flags.rotated ? in.key_mean.typed_data() : nullptr;
@@ -158,7 +159,7 @@ XLA_FFI_DEFINE_HANDLER(
         .Arg<ffi::AnyBuffer>()  // out            like q
         .Arg<F32>()             // logsumexp      [batch, num_heads_q, seqlen_q], natural log
         .Arg<ffi::AnyBuffer>()  // dout           like q
-        .Arg<F32>()             // dlogsumexp     like logsumexp
+        .Arg<F32>()             // dlogsumexp     like logsumexp, or no rows: zeros
         .Arg<F32>()             // softmax_scale  []
         .Arg<F32>()             // input_scale    [], read if rotated
         .Arg<F32>()             // key_mean       [batch if rotated else 0, num_heads_kv, head_dim]

@@ -19,8 +19,9 @@ ffi::Error unrotate(cudaStream_t stream, Bf16 dq, Bf16 dk, F32 scale, F32 k_mean
   check.hopper();
   check.shape("dk", dk, {batch, seqlen_k, num_heads_kv, head_dim});
   check.shape("scale", scale, {});
-  check.shape("k_mean", k_mean, {batch, num_heads_kv, head_dim});
-  check.shape("row_sums", row_sums, {batch, num_heads_q, seqlen_q});
+  const bool has_mean = k_mean.element_count() > 0;
+  check.shape("k_mean", k_mean, {has_mean ? batch : 0, num_heads_kv, head_dim});
+  check.shape("row_sums", row_sums, {batch, num_heads_q, has_mean ? seqlen_q : 0});
   check.shape("dq_out", *dq_out, {batch, seqlen_q, num_heads_q, head_dim});
   check.shape("dk_out", *dk_out, {batch, seqlen_k, num_heads_kv, head_dim});
   UnrotateParams params{};
@@ -31,7 +32,7 @@ ffi::Error unrotate(cudaStream_t stream, Bf16 dq, Bf16 dk, F32 scale, F32 k_mean
   params.dq = dq.typed_data();
   params.dk = dk.typed_data();
   params.scale = scale.typed_data();
-  params.k_mean = k_mean.typed_data();
+  params.k_mean = has_mean ? k_mean.typed_data() : nullptr;
   params.row_sums = row_sums.typed_data();
   fill_sizes(params, sizes);
   params.head_dim = static_cast<int>(head_dim);
@@ -40,17 +41,18 @@ ffi::Error unrotate(cudaStream_t stream, Bf16 dq, Bf16 dk, F32 scale, F32 k_mean
   return check.launched(launch_unrotate(params, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(kHandler, unrotate,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<Bf16>()  // dq        [batch, seqlen_q, num_heads_q, head_dim]
-                           .Arg<Bf16>()  // dk        [batch, seqlen_k, num_heads_kv, head_dim]
-                           .Arg<F32>()   // scale     []
-                           .Arg<F32>()   // k_mean    [batch, num_heads_kv, head_dim]
-                           .Arg<F32>()   // row_sums  [batch, num_heads_q, seqlen_q]
-                           .Ret<ffi::AnyBuffer>()   // dq_out    like dq, bfloat16 or float16
-                           .Ret<ffi::AnyBuffer>(),  // dk_out    like dk, type of dq_out
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    kHandler, unrotate,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<Bf16>()             // dq        [batch, seqlen_q, num_heads_q, head_dim]
+        .Arg<Bf16>()             // dk        [batch, seqlen_k, num_heads_kv, head_dim]
+        .Arg<F32>()              // scale     []
+        .Arg<F32>()              // k_mean    [batch, num_heads_kv, head_dim], or empty: zeros
+        .Arg<F32>()              // row_sums  [batch, num_heads_q, seqlen_q], no rows without k_mean
+        .Ret<ffi::AnyBuffer>()   // dq_out    like dq, bfloat16 or float16
+        .Ret<ffi::AnyBuffer>(),  // dk_out    like dk, type of dq_out
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

@@ -87,7 +87,8 @@ class Rotation(NamedTuple):
     """Query and key of a backward call are the rotated ones of `dequantize_operands`."""
 
     softmax_scale: jax.Array  # f32 [], of the call that was quantised
-    key_mean: jax.Array  # f32 [batch, num_heads_kv, head_dim], taken from the keys; or zeros
+    # f32 [batch, num_heads_kv, head_dim], taken from the keys; None: dlogsumexp meets nothing
+    key_mean: jax.Array | None
 
 
 class QuantizerInputs(NamedTuple):
@@ -323,7 +324,8 @@ def bwd(
       keys: key and value, [batch, seqlen_k, num_heads_kv, head_dim] of that dtype; or images, where
         `bwd_reads_images`, with the same result up to the order in which dquery is added up and,
         where they have codes of query, to the rounding of float8 products.
-      logsumexp, dlogsumexp: f32 [batch, num_heads_q, seqlen_q], natural log.
+      logsumexp: f32 [batch, num_heads_q, seqlen_q], natural log.
+      dlogsumexp: like it; or [batch, num_heads_q, 0] for zeros, which nobody has to write and read.
       softmax_scale: f32 [].
       wants_scale: whether the gradient of softmax_scale is wanted.
       deterministic: add up dquery in a fixed order.
@@ -341,8 +343,12 @@ def bwd(
     if isinstance(keys, BwdImages):
         target, key_arrays = TARGET_BWD_FP8, keys[:7]
         key_shape = (batch, keys.seqlen_k, keys.k_image.shape[1], head_dim)
-    no_mean = jnp.zeros((0, *key_shape[2:]), jnp.float32)
-    rotation_or_none = rotation or Rotation(softmax_scale, no_mean)
+    input_scale, key_mean = rotation or Rotation(softmax_scale, None)
+    if key_mean is None:
+        # NOTE: with a rotation zeros that XLA writes. It records programs of five operations: of a
+        # step of nothing but FP8 attention this is the fifth, and spares the pauses of launches.
+        means = 0 if rotation is None else batch
+        key_mean = jnp.zeros((means, *key_shape[2:]), jnp.float32)
     dquery, dkey, dvalue, scale_grads, *_ = _call(
         target,
         [
@@ -355,8 +361,8 @@ def bwd(
             ((batch, num_heads_q, sum_rows, head_dim), jnp.float32),
         ],
         (
-            *(query, *key_arrays, out, logsumexp, dout, dlogsumexp, softmax_scale),
-            *rotation_or_none,
+            *(query, *key_arrays, out, logsumexp, dout),
+            *(dlogsumexp, softmax_scale, input_scale, key_mean),
         ),
         is_causal=bool(is_causal),
         bottom_right=bool(bottom_right),
@@ -379,8 +385,8 @@ def unrotate(
     dquery: jax.Array,
     dkey: jax.Array,
     softmax_scale: jax.Array,
-    key_mean: jax.Array,
-    row_sums: jax.Array,
+    key_mean: jax.Array | None,
+    row_sums: jax.Array | None,
     *,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
@@ -390,11 +396,15 @@ def unrotate(
       dquery: bfloat16 [batch, seqlen_q, num_heads_q, head_dim].
       dkey: bfloat16 [batch, seqlen_k, num_heads_kv, head_dim].
       softmax_scale: f32 [].
-      key_mean: f32 [batch, num_heads_kv, head_dim], what smoothing took from the keys; else zeros.
-      row_sums: f32 [batch, num_heads_q, seqlen_q], sums of the gradients of each row's logits.
+      key_mean: f32 [batch, num_heads_kv, head_dim], what smoothing took from the keys; else None.
+      row_sums: f32 [batch, num_heads_q, seqlen_q], sums of the gradients of each row's logits,
+        which only key_mean meets.
       dtype: bfloat16 or float16, of the results.
     Returns: both gradients, shaped as they came.
     """
+    if key_mean is None or row_sums is None:
+        key_mean = jnp.zeros((0, *dkey.shape[2:]), jnp.float32)
+        row_sums = jnp.zeros((*dquery.shape[:3:2], 0), jnp.float32)
     grads = _call(
         TARGET_UNROTATE,
         [(dquery.shape, dtype), (dkey.shape, dtype)],

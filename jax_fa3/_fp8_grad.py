@@ -30,7 +30,7 @@ def of_inputs(
     softmax_scale: jax.Array,
     rotated: bool,
     key_mean: jax.Array | None,
-    row_sums: jax.Array,
+    row_sums: jax.Array | None,
     query: jax.Array | None,
 ) -> InputGradients:
     """Gradients of the inputs.
@@ -42,7 +42,7 @@ def of_inputs(
       key_mean: f32 [batch, num_heads_kv, head_dim], what was taken from key; None for nothing. Each
         logit holds query . key_mean as well.
       row_sums: f32 [batch, num_heads_q, seqlen_q], each row's sum of the gradients of its natural
-        logits.
+        logits; read with key_mean.
       query: the input, where the gradient of softmax_scale is wanted.
     """
     # d query / factor: factor multiplies query in the logits, which are linear in it.
@@ -50,7 +50,7 @@ def of_inputs(
     if rotated:
         per_factor = _rotate_back(dquery) / np.float32(dquery.shape[-1])
         dkey = _rotate_back(dkey)
-    if key_mean is not None:
+    if key_mean is not None and row_sums is not None:
         mean = jnp.repeat(key_mean, dquery.shape[2] // key_mean.shape[1], axis=1)
         weight = row_sums * np.float32(1 / _fp8_model.LOG2_E)
         per_factor += jnp.swapaxes(weight, 1, 2)[..., None] * mean[:, None]

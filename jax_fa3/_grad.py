@@ -34,7 +34,7 @@ class Results(NamedTuple):
     out: jax.Array  # [*batch, seqlen_q, num_heads_q, head_dim_v]
     logsumexp: jax.Array  # f32 [*batch, num_heads_q, seqlen_q]
     dout: jax.Array  # like out
-    dlogsumexp: jax.Array  # like logsumexp
+    dlogsumexp: jax.Array  # like logsumexp; for the kernels no rows where nobody saw it
 
 
 Arrays = dict[str, jax.Array]
@@ -137,7 +137,8 @@ def _by_kernel(arrays: Arrays, results: Results, call: Call) -> Arrays:
         fold(results.out, 3),
         fold(results.logsumexp, 2),
         fold(results.dout, 3),
-        fold(results.dlogsumexp, 2),
+        # Of zeros no rows, so that nobody writes and reads them.
+        fold(results.dlogsumexp[..., : None if call.returns_logsumexp else 0], 2),
     )
     operands = Operands(
         query=query, key=key, value=value, softmax_scale=scale.reshape(()).astype(jnp.float32)
@@ -218,8 +219,7 @@ def _fp8(
     mean = _fp8_model.key_mean(key) if meets_mean else None
     rotation = None
     if rotated and call.constant_scale:
-        no_mean = jnp.zeros((key.shape[0], *key.shape[2:]), jnp.float32)
-        rotation = _ffi.Rotation(operands.softmax_scale, no_mean if mean is None else mean)
+        rotation = _ffi.Rotation(operands.softmax_scale, mean)
     at_once = _ffi.bwd_takes_back_rotation(
         query.shape[-1], query.dtype, deterministic=config.deterministic
     )
@@ -232,7 +232,9 @@ def _fp8(
         deterministic=config.deterministic,
         rotation=rotation if at_once else None,
     )
-    row_sums = jnp.where(jnp.isfinite(results.logsumexp), results.dlogsumexp, 0.0)
+    row_sums = None
+    if mean is not None:
+        row_sums = jnp.where(jnp.isfinite(results.logsumexp), results.dlogsumexp, 0.0)
     dvalue = dvalue.astype(value.dtype)
     if rotation is not None:
         if not at_once:

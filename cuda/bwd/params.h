@@ -40,7 +40,7 @@ struct BwdParams {
   const void* out;             // like q
   const void* dout;            // like q
   const float* logsumexp;      // [batch, num_heads_q, seqlen_q], natural log
-  const float* dlogsumexp;     // like logsumexp
+  const float* dlogsumexp;     // like logsumexp; null: zeros
   const float* softmax_scale;  // one float on the device
   // Where q and k are rotated rows (quantize/dequantize.h) and dq and dk shall be those of the inputs:
   // the caller's softmax factor, and what was taken from the keys, [batch, num_heads_kv, head_dim]. Else

@@ -111,7 +111,7 @@ __device__ __forceinline__ void store_row_numbers(const BwdParams& p, int64_t to
   if (row < p.seqlen_q) {
     const float natural = __ldg(p.logsumexp + statistic);
     if (natural != -INFINITY) lse2 = natural * 1.4426950408889634f;
-    sum += __ldg(p.dlogsumexp + statistic);
+    if (p.dlogsumexp != nullptr) sum += __ldg(p.dlogsumexp + statistic);
   }
   const float factor = BwdParams::scale_log2(__ldg(p.softmax_scale));
   if constexpr (Traits::kFloat8Scores) {
@@ -217,7 +217,8 @@ __global__ void __launch_bounds__(128) bwd_queries_kernel(const __grid_constant_
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int64_t statistic = head * p.seqlen_q + first_row + g + 8 * r;
-      const bool counts = g + 8 * r < rows.count && is_finite(__ldg(p.logsumexp + statistic));
+      const bool counts = p.dlogsumexp != nullptr && g + 8 * r < rows.count &&
+                          is_finite(__ldg(p.logsumexp + statistic));
       weights[r] = counts ? input_scale * __ldg(p.dlogsumexp + statistic) : 0.0f;
     }
     if (__any_sync(0xFFFFFFFFu, weights[0] != 0.0f || weights[1] != 0.0f)) {

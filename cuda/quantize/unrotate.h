@@ -13,11 +13,12 @@ namespace jax_fa3 {
 struct UnrotateParams {
   // Gradients of the numbers that the backward multiplied (dequantize.h), bfloat16: of q in log2 units
   // and of k, both rotated.
-  const void* dq;         // [batch, seqlen_q, num_heads_q, head_dim]
-  const void* dk;         // [batch, seqlen_k, num_heads_kv, head_dim]
-  const float* scale;     // one float on the device: softmax_scale
-  const float* k_mean;    // [batch, num_heads_kv, head_dim]: what was taken from the keys
-  const float* row_sums;  // [batch, num_heads_q, seqlen_q]: sums of the gradients of a row's logits
+  const void* dq;       // [batch, seqlen_q, num_heads_q, head_dim]
+  const void* dk;       // [batch, seqlen_k, num_heads_kv, head_dim]
+  const float* scale;   // one float on the device: softmax_scale
+  const float* k_mean;  // [batch, num_heads_kv, head_dim]: what was taken from the keys; or null
+  // [batch, num_heads_q, seqlen_q]: sums of the gradients of a row's logits, read with k_mean
+  const float* row_sums;
 
   ElementKind out_kind;  // kBf16 or kF16
   int batch;

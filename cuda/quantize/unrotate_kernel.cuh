@@ -72,15 +72,18 @@ __global__ void __launch_bounds__(kUnrotateThreads)
   const float factor = is_query ? scale * 1.4426950408889634f / kHeadDim : 1.0f;
   const int kv_head = is_query ? head / (heads / params.num_heads_kv) : 0;
   const float* mean =
-      params.k_mean + (static_cast<int64_t>(batch) * params.num_heads_kv + kv_head) * kHeadDim;
+      is_query && params.k_mean != nullptr
+          ? params.k_mean + (static_cast<int64_t>(batch) * params.num_heads_kv + kv_head) * kHeadDim
+          : nullptr;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first + g + 8 * r;
     if (row >= seqlen) continue;
     const float weight =
-        !is_query ? 0.0f
-                  : scale * __ldg(params.row_sums +
-                                  (static_cast<int64_t>(batch) * heads + head) * seqlen + row);
+        mean == nullptr
+            ? 0.0f
+            : scale * __ldg(params.row_sums +
+                            (static_cast<int64_t>(batch) * heads + head) * seqlen + row);
     uint4* out = reinterpret_cast<uint4*>(is_query ? params.dq_out : params.dk_out) +
                  ((static_cast<int64_t>(batch) * seqlen + row) * heads + head) * (kHeadDim / 8);
 #pragma unroll
@@ -89,7 +92,9 @@ __global__ void __launch_bounds__(kUnrotateThreads)
       uint32_t words[4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        const float2 shift = __ldg(reinterpret_cast<const float2*>(mean + 8 * chunk + 2 * w));
+        const float2 shift = mean == nullptr
+                                 ? float2{}
+                                 : __ldg(reinterpret_cast<const float2*>(mean + 8 * chunk + 2 * w));
         const uint32_t even = signs[i] << (16 + w) & 0x80000000u, odd = signs[i] << w & 0x80000000u;
         const float a = bits_float(float_bits(y[r][8 * i + 2 * w]) ^ even);
         const float b = bits_float(float_bits(y[r][8 * i + 2 * w + 1]) ^ odd);

@@ -97,6 +97,29 @@ def test_fp8_against_its_model(
             tolerances.check_close(actual[name], expected[name], tolerances.BACKWARD_FP8)
 
 
+@pytest.mark.parametrize(("head_dim", "deterministic"), WAYS)
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+def test_without_a_logsumexp_its_gradient_counts_as_zeros(
+    precision: str, head_dim: int, deterministic: bool
+) -> None:
+    inputs, dout, dlogsumexp = draw((2, 257, 640, 6, 2), head_dim, cases.BFLOAT16)
+    options = {"precision": precision, "deterministic": deterministic, "is_causal": True}
+
+    def kernel(x: Any, dout: Any, zeros: Any) -> Any:
+        def unseen(*args: Any) -> Any:
+            return jax_fa3.attention(*args, implementation="cuda", **options)
+
+        args = [x[name] for name in reference.MAIN]
+        out, pull = jax.vjp(unseen, *args)
+        seen = reference_gradients.of_call(x, dout, zeros, implementation="cuda", **options)
+        return dict(zip(reference.MAIN, pull(dout.astype(out.dtype)), strict=True)), seen
+
+    actual, expected = reference.run(kernel, inputs, dout, 0 * dlogsumexp)
+    limit = tolerances.BACKWARD_BF16 if precision == "native" else tolerances.BACKWARD_FP8
+    for name in reference.MAIN:
+        tolerances.check_close(actual[name], expected[name], limit)
+
+
 def images_of(x: Any, image_dtype: Any) -> _ffi.Images:
     """Quantised operands of every exact-softmax step, with query in units of its own."""
     return _ffi.quantize_operands(

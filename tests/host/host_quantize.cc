@@ -196,7 +196,8 @@ py::dict unrotate_on_host(Bytes dq, Bytes dk, float scale, Floats k_mean, Floats
   params.num_heads_kv = static_cast<int>(dk.shape(2));
   params.head_dim = head_dim, params.out_kind = ElementKind::kBf16, params.scale = &scale;
   params.dq = dq.data(), params.dk = dk.data();
-  params.k_mean = k_mean.data(), params.row_sums = row_sums.data();
+  params.k_mean = k_mean.size() > 0 ? k_mean.data() : nullptr;
+  params.row_sums = row_sums.data();
   GuardedBuffer dq_out(dq.nbytes()), dk_out(dk.nbytes());
   params.dq_out = dq_out.as<void>(), params.dk_out = dk_out.as<void>();
   const UnrotateGrid grid(params);

@@ -160,8 +160,9 @@ def test_dequantised_operands_multiply_to_the_logits(host, head_dim, image_dtype
     np.testing.assert_array_equal(scaled.astype(quantize_data.DTYPES[image_dtype]), scaled)
 
 
+@pytest.mark.parametrize("has_mean", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_gradients_are_rotated_back(host, head_dim):
+def test_gradients_are_rotated_back(host, head_dim, has_mean):
     """The transposed rotation, the factor of query, and what the mean of the keys adds to it."""
     rng = np.random.default_rng(2)
     dq, dk = (
@@ -170,12 +171,16 @@ def test_gradients_are_rotated_back(host, head_dim):
     )
     k_mean = rng.standard_normal((2, 3, head_dim)).astype(np.float32)
     row_sums = rng.standard_normal((2, 6, 70)).astype(np.float32)
+    if not has_mean:
+        k_mean, row_sums = k_mean[:0], row_sums[..., :0]
     raw = host.unrotate_on_host(
         dq.view(np.uint8), dk.view(np.uint8), 0.3, k_mean, row_sums, head_dim
     )
     matrix = image_model.rotate(np.eye(head_dim, dtype=np.float32)).astype(float)  # x -> x @ matrix
     of_rows = dq.astype(float) @ matrix.T * (np.log2(np.e) / head_dim)
-    of_mean = np.swapaxes(row_sums, 1, 2)[..., None] * np.repeat(k_mean, 2, axis=1)[:, None]
+    of_mean = 0.0
+    if has_mean:
+        of_mean = np.swapaxes(row_sums, 1, 2)[..., None] * np.repeat(k_mean, 2, axis=1)[:, None]
     for name, x, exact in (("dq", dq, 0.3 * (of_rows + of_mean)), ("dk", dk, dk @ matrix.T)):
         result = raw[name].view(ml_dtypes.bfloat16).reshape(x.shape).astype(float)
         np.testing.assert_allclose(result, exact, rtol=2**-8, atol=1e-5 * np.abs(exact).max())

@@ -387,6 +387,41 @@ def test_the_mean_of_the_keys_is_computed_where_the_logsumexp_has_a_gradient(ret
 
 
 @pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "options", "target"),
+    [
+        (64, {"precision": "native"}, "jax_fa3_bwd"),
+        (256, {"precision": "native"}, "jax_fa3_bwd"),
+        (128, {}, "jax_fa3_bwd_fp8"),
+        (128, {"deterministic": True}, "jax_fa3_bwd"),
+    ],
+)
+def test_the_gradient_of_a_logsumexp_that_nobody_sees_has_no_rows(
+    head_dim: int, options: dict[str, Any], target: str, returns: bool
+) -> None:
+    """Alone and mapped: nobody writes and reads zeros."""
+
+    def gradients(*args: Any) -> Any:
+        def attention(*args: Any) -> Any:
+            return jax_fa3.attention(*args, return_logsumexp=returns, **options)
+
+        results, pull = jax.vjp(attention, *args)
+        return pull(results)
+
+    for function, lead in ((gradients, ()), (jax.vmap(gradients), (5,))):
+        args = [
+            jax.ShapeDtypeStruct((*lead, 2, n, 3, head_dim), jnp.bfloat16) for n in (70, 90, 90)
+        ]
+        text = cuda_text(function, *args)
+        batch = 10 if lead else 2
+        sums = f"{batch}x3x{70 if returns else 0}xf32"
+        assert types(text, target)[0][-4:-1] == [sums, "f32", "f32"]
+        if "deterministic" in options:
+            mean = f"{batch if returns else 0}x3x{head_dim}xf32"
+            assert types(text, "jax_fa3_unrotate")[0][-2:] == [mean, sums]
+
+
+@pytest.mark.parametrize("returns", [False, True])
 def test_queries_are_shifted_where_the_logsumexp_is_returned(returns: bool) -> None:
     """By what smoothing takes from their logits, and alike in the passes of one gradient."""
     args = inputs()
