@@ -115,7 +115,7 @@ cudaError_t launch_bwd(BwdParams params, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(params.batch) * params.num_heads_q * params.rows();
   const int key_blocks = params.order.num_q_blocks;
   const int64_t k_tiles = static_cast<int64_t>(key_blocks) * params.num_heads_kv * params.batch;
-  constexpr int kRowsPerBlock = 128 * 8 / Traits::kHeadDim;
+  constexpr int kRowsPerBlock = kRowsOfBlock<Traits>;
   if (rows / kRowsPerBlock > INT_MAX || k_tiles > INT_MAX) return cudaErrorInvalidConfiguration;
   if constexpr (Traits::kServes) plan_service<Config>(&params);
   const int64_t rows_before =

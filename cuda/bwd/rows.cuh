@@ -6,7 +6,8 @@
 //                      up. P is 0 for rows that see no key and for padding. Clears dq_acc and,
 //                      with the words that no number takes, the counters. Where bwd_kernel does
 //                      it for later heads (serve.cuh, clear.cuh), only for the first.
-//                      A block has 4 warps; head_dim / 8 lanes share a row, 16 bytes each.
+//                      A block has 4 warps; head_dim / 8 lanes share a row, 16 bytes each, and have two
+//                      rows on their way.
 // bwd_queries_kernel   dq = softmax_scale * dq_acc in 16 bits, and where asked for sum(q * dq_acc)
 //                      for the gradient of softmax_scale. Takes back a rotation of q (input_scale).
 //                      A block makes 64 rows of one head, a warp 16 of them. Where CTAs are counted
@@ -78,87 +79,126 @@ __device__ __forceinline__ float row_sum(const uint4& a, const uint4& b) {
   return sum;
 }
 
+// What is read of a row of a query head besides out and dout, by the one lane that stores its numbers.
+struct RowStatistics {
+  float lse2 = INFINITY, dlogsumexp = 0.0f, scale_log2;
+  float code_factor;  // kFloat8Scores: of the codes of its step
+
+  template <class Traits>
+  static __device__ __forceinline__ RowStatistics load(const BwdParams& p, int64_t head, int row) {
+    RowStatistics of;
+    if (row < p.seqlen_q) {
+      const int64_t statistic = head * p.seqlen_q + row;
+      const float natural = __ldg(p.logsumexp + statistic);
+      if (natural != -INFINITY) of.lse2 = natural * 1.4426950408889634f;
+      if (p.dlogsumexp != nullptr) of.dlogsumexp = __ldg(p.dlogsumexp + statistic);
+    }
+    of.scale_log2 = BwdParams::scale_log2(__ldg(p.softmax_scale));
+    if constexpr (Traits::kFloat8Scores) {
+      const int slabs = static_cast<int>(round_up(p.seqlen_q, kSlab)) / kSlab;
+      of.code_factor = __ldg(p.q_factor + head * slabs + min(row / kSlab, slabs - 1));
+    }
+    return of;
+  }
+};
+
 // kFloat8Scores: both numbers of a row in one record of row_lse, that for S in units of its step's codes, and
 // the factor of these (BwdParams::kFactorByte). row_delta keeps nothing but a counter.
-__device__ __forceinline__ void store_code_row(const BwdParams& p, int64_t to, int row, float lse2,
-                                               float scale_log2, float delta) {
+__device__ __forceinline__ void store_code_row(const BwdParams& p, int64_t to, int row,
+                                               const RowStatistics& of, float delta) {
   const auto split = [](float value, float (&parts)[3]) {
     const float finite = isnan(value) ? value : fmaxf(fminf(value, 0x1p+127f), -0x1p+127f);
     parts[0] = __bfloat162float(__float2bfloat16_rn(finite));
     parts[1] = __bfloat162float(__float2bfloat16_rn(finite - parts[0]));
     parts[2] = finite - parts[0] - parts[1];
   };
-  const int slabs = static_cast<int>(round_up(p.seqlen_q, kSlab)) / kSlab;
-  const int64_t head = to / p.rows();
-  const float factor = __ldg(p.q_factor + head * slabs + min(row / kSlab, slabs - 1));
   float lse[3], deltas[3];
-  split(-lse2 / (scale_log2 * factor), lse);
+  split(-of.lse2 / (of.scale_log2 * of.code_factor), lse);
   split(delta, deltas);
   const bool is_first = row == 0;
-  reinterpret_cast<uint4*>(p.row_lse)[to] =
-      make_uint4(ptx::pack_bf16x2(lse[0], lse[1]), ptx::pack_bf16x2(lse[2], deltas[0]),
-                 ptx::pack_bf16x2(deltas[1], deltas[2]), is_first ? 0 : __float_as_uint(factor));
+  reinterpret_cast<uint4*>(p.row_lse)[to] = make_uint4(
+      ptx::pack_bf16x2(lse[0], lse[1]), ptx::pack_bf16x2(lse[2], deltas[0]),
+      ptx::pack_bf16x2(deltas[1], deltas[2]), is_first ? 0 : __float_as_uint(of.code_factor));
   if (is_first) reinterpret_cast<uint4*>(p.row_delta)[to] = make_uint4(0, 0, 0, 0);
 }
 
-// row_delta and row_lse of a row, run by one lane; `to`: which of the workspaces, `statistic`: which of
-// logsumexp.
+// row_delta and row_lse of a row, from row_sum and its statistics.
 template <class Traits>
-__device__ __forceinline__ void store_row_numbers(const BwdParams& p, int64_t to, int64_t statistic,
-                                                  int row, float sum, bool keeps_counter) {
+__device__ __forceinline__ void store_row_numbers(const BwdParams& p, int64_t to, int row,
+                                                  const RowStatistics& of, float sum,
+                                                  bool keeps_counter) {
   constexpr int kWords = bwd_row_words(Traits::kHeadDim);
-  float lse2 = INFINITY;
-  if (row < p.seqlen_q) {
-    const float natural = __ldg(p.logsumexp + statistic);
-    if (natural != -INFINITY) lse2 = natural * 1.4426950408889634f;
-    if (p.dlogsumexp != nullptr) sum += __ldg(p.dlogsumexp + statistic);
-  }
-  const float factor = BwdParams::scale_log2(__ldg(p.softmax_scale));
+  sum += of.dlogsumexp;
   if constexpr (Traits::kFloat8Scores) {
-    store_code_row(p, to, row, lse2, factor, sum);
+    store_code_row(p, to, row, of, sum);
     return;
   }
   store_row<kWords>(p.row_delta, to, sum, keeps_counter);
-  store_row<kWords>(p.row_lse, to, Traits::kServes ? quotient(-lse2, factor) : -lse2 / factor,
+  store_row<kWords>(p.row_lse, to,
+                    Traits::kServes ? quotient(-of.lse2, of.scale_log2) : -of.lse2 / of.scale_log2,
                     keeps_counter);
 }
 
+// Rows of a block of bwd_rows_kernel: so many times those that its lanes take at once, for more bytes on their
+// way.
+inline constexpr int kRowTurns = 2;
+template <class Traits>
+inline constexpr int kRowsOfBlock = kRowTurns * 128 * 8 / Traits::kHeadDim;
+
 template <class Config>
-__global__ void __launch_bounds__(128) bwd_rows_kernel(const __grid_constant__ BwdParams p) {
+__global__ void __launch_bounds__(128, 10) bwd_rows_kernel(const __grid_constant__ BwdParams p) {
   using Traits = BwdTraits<Config>;
-  constexpr int kLanes = Traits::kHeadDim / 8, kRowsHere = 128 / kLanes;
-  const int64_t flat = static_cast<int64_t>(blockIdx.x) * kRowsHere + threadIdx.x / kLanes;
-  const int lane = threadIdx.x % kLanes;
-  const int rows = p.rows();
-  const int row = static_cast<int>(flat % rows);  // rows is a multiple of kRowsHere: no remainder
-  const int64_t head = flat / rows;
-  const int64_t batch = head / p.num_heads_q;
-  const int64_t group = p.num_heads_q / p.num_heads_kv;
-  if (Traits::kMakesDq && !(Traits::kServes && head >= p.first_served * group)) {
-    // 8 floats a thread: 32 bytes for the 16 of out, in whatever order.
-    float4* sums = reinterpret_cast<float4*>(p.dq_acc) + (flat * kLanes + lane) * 2;
-    sums[0] = sums[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-  uint4 a = make_uint4(0, 0, 0, 0), b = a;
-  if (row < p.seqlen_q) {
+  constexpr int kLanes = Traits::kHeadDim / 8, kTogether = 128 / kLanes;
+  static_assert(kBwdRowPad % kRowsOfBlock<Traits> == 0, "a block's rows are of one head");
+  const int lane = threadIdx.x % kLanes, within = threadIdx.x / kLanes;
+  const uint32_t heads = p.num_heads_q, of_head = p.rows() / kRowsOfBlock<Traits>;
+  const uint32_t head = blockIdx.x / of_head, batch = head / heads;
+  const int first_row = static_cast<int>(blockIdx.x - head * of_head) * kRowsOfBlock<Traits>;
+  uint4 outs[kRowTurns] = {}, douts[kRowTurns] = {};
+#pragma unroll
+  for (int turn = 0; turn < kRowTurns; ++turn) {
+    const int row = first_row + turn * kTogether + within;
+    if (row >= p.seqlen_q) continue;
     const int64_t position =
-        ((batch * p.seqlen_q + row) * p.num_heads_q + head % p.num_heads_q) * kLanes + lane;
-    a = __ldg(static_cast<const uint4*>(p.out) + position);
-    b = __ldg(static_cast<const uint4*>(p.dout) + position);
+        ((static_cast<int64_t>(batch) * p.seqlen_q + row) * heads + (head - batch * heads)) *
+            kLanes +
+        lane;
+    outs[turn] = __ldg(static_cast<const uint4*>(p.out) + position);
+    douts[turn] = __ldg(static_cast<const uint4*>(p.dout) + position);
   }
-  const float sum = row_sum<Traits::kIsBf16, kLanes>(a, b);
-  if (lane == 0) store_row_numbers<Traits>(p, flat, head * p.seqlen_q + row, row, sum, false);
+  // Of the rows of its turns a lane keeps one.
+  const int own_row = first_row + lane * kTogether + within;
+  RowStatistics statistics;
+  if (lane < kRowTurns) statistics = RowStatistics::load<Traits>(p, head, own_row);
+  const uint32_t served = p.first_served * (heads / static_cast<uint32_t>(p.num_heads_kv));
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRowsOfBlock<Traits>;
+  if (Traits::kMakesDq && !(Traits::kServes && head >= served)) {
+    // 8 floats a thread and row: 32 bytes for the 16 of out, in whatever order.
+    float4* sums = reinterpret_cast<float4*>(p.dq_acc) + first * kLanes * 2 + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTurns; ++i) sums[i * 128] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  float own = 0.0f;
+#pragma unroll
+  for (int turn = 0; turn < kRowTurns; ++turn) {
+    const float sum = row_sum<Traits::kIsBf16, kLanes>(outs[turn], douts[turn]);
+    if (lane == turn) own = sum;
+  }
+  if (lane < kRowTurns)
+    store_row_numbers<Traits>(p, first + lane * kTogether + within, own_row, statistics, own,
+                              false);
   if (Traits::kServes && p.serves_rows) {
     // The counters of the heads whose rows bwd_kernel prepares.
-    const int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads_q;
-    for (int64_t i = p.first_served * group + blockIdx.x * 128 + threadIdx.x; i < heads;
+    const int64_t all = static_cast<int64_t>(p.batch) * heads;
+    for (int64_t i = served + static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x; i < all;
          i += static_cast<int64_t>(gridDim.x) * 128)
       p.clear_counters(i);
   }
 }
 
 template <class Config>
-__global__ void __launch_bounds__(128) bwd_queries_kernel(const __grid_constant__ BwdParams p) {
+__global__ void __launch_bounds__(128, BwdTraits<Config>::kHeadDim == 128 ? 4 : 7)
+    bwd_queries_kernel(const __grid_constant__ BwdParams p) {
   using Traits = BwdTraits<Config>;
   __shared__ __align__(16) uint8_t shared[4 * 16 * Traits::kHeadDim * 2];
   __shared__ float parts[4];

@@ -31,7 +31,6 @@ __device__ __forceinline__ void prepare_slab(const BwdParams& p, int index, uint
                  heads = ptx::opaque(p.num_heads_q);
   const int head = index / per_head, first_row = (index - head * per_head) * kSlabRows<Config>;
   const int batch = static_cast<uint32_t>(head) / heads;
-  const int64_t first_statistic = static_cast<int64_t>(head) * p.seqlen_q + first_row;
   // Of the lane's 16 bytes of its first row, in out and in dout.
   const int64_t first_place =
       (static_cast<int64_t>(batch) * p.seqlen_q + first_row) * p.num_heads_q +
@@ -66,8 +65,9 @@ __device__ __forceinline__ void prepare_slab(const BwdParams& p, int index, uint
   }
   if (lane % kLanes < kRounds) {
     const int within = lane % kLanes * kTogether + lane / kLanes, row = first_row + within;
-    store_row_numbers<Traits>(p, static_cast<int64_t>(index) * kSlabRows<Config> + within,
-                              first_statistic + within, row, own, row == 0);
+    const int64_t to = static_cast<int64_t>(index) * kSlabRows<Config> + within;
+    const auto statistics = RowStatistics::load<Traits>(p, head, row);
+    store_row_numbers<Traits>(p, to, row, statistics, own, row == 0);
   }
 }
 
