@@ -66,6 +66,36 @@ __device__ __forceinline__ void load_tile(uint32_t destination, const CUtensorMa
   }
 }
 
+// What a CTA brings of Q and dO, alone or as one of a pair: there it brings one part of each stage to both.
+template <class Config, bool kCanPair>
+struct BwdPair {
+  using Traits = BwdTraits<Config>;
+  const BwdParams& p;
+  const BwdWalk<Config>& walk;
+  const uint32_t rank = kCanPair ? ptx::cluster_rank() : 0;
+
+  __device__ __forceinline__ bool is_paired() const { return kCanPair && p.is_paired; }
+  // Returns once both have given the stage back; parity: of its `empty`.
+  __device__ __forceinline__ void wait_for_both(uint32_t empty, uint32_t shared,
+                                                uint32_t parity) const {
+    ptx::mbarrier_wait_idle(empty, parity);
+    if (!is_paired()) return;
+    ptx::mbarrier_arrive_at(shared, rank ^ 1);
+    ptx::mbarrier_wait_idle(shared, parity ^ 1);
+  }
+  // The rows of a step, of which a pair's CTA brings one chunk.
+  __device__ __forceinline__ void load_rows(uint32_t tile, const CUtensorMap* map,
+                                            const BwdStep<Config>& step, uint32_t full) const {
+    const int first_row = step.q_block * Traits::kBlockQ;
+    if (is_paired())
+      ptx::copy_box_4d_multicast(tile + rank * Traits::kQueryChunkBytes, map, rank * 64,
+                                 step.q_head, first_row, walk.batch, full, 0b11);
+    else
+      load_tile<Traits>(tile, map, Traits::kQueryChunkBytes, step.q_head, first_row, walk.batch,
+                        full);
+  }
+};
+
 // The codes of a CTA's keys or values: decode_keys.cuh.
 template <class Config>
 __device__ __forceinline__ void load_codes(uint32_t destination, const uint8_t* image,
@@ -88,32 +118,16 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     clearing.finish(p, smem);
     return;
   }
-  const auto boxes = [&](uint32_t destination, const CUtensorMap* map, int chunk_bytes, int head,
-                         int position, uint32_t barrier) {
-    load_tile<Traits>(destination, map, chunk_bytes, head, position, walk.batch, barrier);
-  };
   const auto keys = [&](uint32_t tile, const CUtensorMap* map, uint32_t full) {
     ptx::mbarrier_arrive_expect_bytes(full, Traits::kKeyBytes);
-    boxes(tile, map, Traits::kKeyChunkBytes, walk.kv_head, walk.first_key, full);
+    load_tile<Traits>(tile, map, Traits::kKeyChunkBytes, walk.kv_head, walk.first_key, walk.batch,
+                      full);
   };
   if constexpr (Traits::kTakesCodes) {
     load_codes(smem.score_grads(0), p.k_image, walk, smem.k_full());
     load_codes(smem.score_grads(1), p.v_image, walk, smem.v_full());
   }
-  // Of a pair each CTA brings one chunk of a tile to both, once both have given the stage back.
-  constexpr bool kCanPair = Traits::kCanPair && !kCanServeRows;
-  const uint32_t rank = kCanPair ? ptx::cluster_rank() : 0;
-  const auto query_boxes = [&](uint32_t destination, const CUtensorMap* map, int head, int position,
-                               uint32_t full, uint32_t shared, uint32_t parity) {
-    if (!kCanPair || !p.is_paired) {
-      boxes(destination, map, Traits::kQueryChunkBytes, head, position, full);
-      return;
-    }
-    ptx::mbarrier_arrive_at(shared, rank ^ 1);
-    ptx::mbarrier_wait_idle(shared, parity);
-    ptx::copy_box_4d_multicast(destination + rank * Traits::kQueryChunkBytes, map, rank * 64, head,
-                               position, walk.batch, full, 0b11);
-  };
+  const BwdPair<Config, Traits::kCanPair && !kCanServeRows> pair{p, walk};
   RingPosition<Traits::kQStages> q_write(1);
   RingPosition<Traits::kDoStages> do_write(1);
   BwdStep<Config> step(p, walk);
@@ -123,10 +137,9 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
         (static_cast<int64_t>(walk.batch) * p.num_heads_q + step.q_head) * p.rows() + first_row;
     if (i == 0 && !Traits::kTakesCodes) keys(smem.keys(), &p.k_map, smem.k_full());
     const uint32_t q_full = smem.q_full(q_write.stage), do_full = smem.do_full(do_write.stage);
-    ptx::mbarrier_wait_idle(smem.q_empty(q_write.stage), q_write.parity);
+    pair.wait_for_both(smem.q_empty(q_write.stage), smem.q_shared(q_write.stage), q_write.parity);
     ptx::mbarrier_arrive_expect_bytes(q_full, Traits::kQueryBytes + Traits::kRowBytes);
-    query_boxes(smem.queries(q_write.stage), &p.q_map, step.q_head, first_row, q_full,
-                smem.q_shared(q_write.stage), q_write.parity ^ 1);
+    pair.load_rows(smem.queries(q_write.stage), &p.q_map, step, q_full);
     const bool has_rows = !kCanServeRows || !p.serves_rows;
     const bool waits = Traits::kServes && i == (has_rows ? min(1, walk.num_steps - 1) : 0);
     const auto copy_row_lse = [&] {
@@ -135,9 +148,9 @@ __device__ __forceinline__ void bwd_load_loop(const BwdParams& p, const BwdSmem<
     };
     if (!waits || has_rows) copy_row_lse();
     if (i == 0 && !Traits::kTakesCodes) keys(smem.values(), &p.v_map, smem.v_full());
-    ptx::mbarrier_wait_idle(smem.do_empty(do_write.stage), do_write.parity);
-    query_boxes(smem.out_grads(do_write.stage), &p.dout_map, step.q_head, first_row, do_full,
-                smem.do_shared(do_write.stage), do_write.parity ^ 1);
+    pair.wait_for_both(smem.do_empty(do_write.stage), smem.do_shared(do_write.stage),
+                       do_write.parity);
+    pair.load_rows(smem.out_grads(do_write.stage), &p.dout_map, step, do_full);
     // No dQ is added before dO of the second step is there, unless there is but one.
     static_assert(!Traits::kServes || !Traits::kDqRole, "dQ of a step is added in the next one");
     if (waits) {

@@ -50,27 +50,9 @@ __device__ __forceinline__ void bwd_load_codes_loop(const BwdParams& p,
   }
   load_codes(smem.key_codes(), p.k_image, walk, smem.k_full());
   load_codes(smem.score_grads(1), p.v_image, walk, smem.v_full());
-  // Of a pair each CTA brings one half of the codes and one chunk of a tile to both, once both have given the
-  // stage back.
-  const bool is_paired = kCanPair && p.is_paired;
-  const uint32_t rank = kCanPair ? ptx::cluster_rank() : 0;
+  const BwdPair<Config, kCanPair> pair{p, walk};
   RingPosition<Traits::kDoStages> write(1);
   BwdStep<Config> step(p, walk);
-  const auto wait_for_both = [&](uint32_t empty, uint32_t shared) {
-    ptx::mbarrier_wait_idle(empty, write.parity);
-    if (!is_paired) return;
-    ptx::mbarrier_arrive_at(shared, rank ^ 1);
-    ptx::mbarrier_wait_idle(shared, write.parity ^ 1);
-  };
-  const auto boxes = [&](uint32_t tile, const CUtensorMap* map, uint32_t full) {
-    const int first_row = step.q_block * Traits::kBlockQ;
-    if (is_paired)
-      ptx::copy_box_4d_multicast(tile + rank * Traits::kQueryChunkBytes, map, rank * 64,
-                                 step.q_head, first_row, walk.batch, full, 0b11);
-    else
-      load_tile<Traits>(tile, map, Traits::kQueryChunkBytes, step.q_head, first_row, walk.batch,
-                        full);
-  };
   static_assert(Traits::kQStages == Traits::kDoStages, "one place in all rings");
   for (int i = 0; i < walk.num_steps; ++i) {
     const int stage = write.stage;
@@ -78,25 +60,25 @@ __device__ __forceinline__ void bwd_load_codes_loop(const BwdParams& p,
     const int64_t slab = head * ((p.seqlen_q + kSlab - 1) / kSlab) + step.q_block;
     const int64_t row = head * p.rows() + step.q_block * Traits::kBlockQ;
     const uint32_t codes_full = smem.codes_full(stage);
-    wait_for_both(smem.codes_empty(stage), smem.codes_shared(stage));
+    pair.wait_for_both(smem.codes_empty(stage), smem.codes_shared(stage), write.parity);
     ptx::mbarrier_arrive_expect_bytes(codes_full, Traits::kQueryCodeBytes + Traits::kRowBytes);
     constexpr int kHalf = Traits::kQueryCodeBytes / 2;
     const uint8_t* codes = p.q_codes + slab * Traits::kQueryCodeBytes;
-    if (is_paired)
-      ptx::copy_bulk_multicast(smem.query_codes(stage) + rank * kHalf, codes + rank * kHalf, kHalf,
-                               codes_full, 0b11);
+    if (pair.is_paired())
+      ptx::copy_bulk_multicast(smem.query_codes(stage) + pair.rank * kHalf,
+                               codes + pair.rank * kHalf, kHalf, codes_full, 0b11);
     else
       ptx::copy_bulk(smem.query_codes(stage), codes, 2 * kHalf, codes_full);
     ptx::copy_bulk(smem.row_lse(stage), p.row_lse + row * bwd_row_words(Traits::kHeadDim),
                    Traits::kRowBytes, codes_full);
-    wait_for_both(smem.do_empty(stage), smem.do_shared(stage));
-    boxes(smem.out_grads(stage), &p.dout_map, smem.do_full(stage));
+    pair.wait_for_both(smem.do_empty(stage), smem.do_shared(stage), write.parity);
+    pair.load_rows(smem.out_grads(stage), &p.dout_map, step, smem.do_full(stage));
     // As in bwd_load_loop.
     if (i == min(1, walk.num_steps - 1)) wait_for_service(p, walk.batch, walk.kv_head);
     ptx::mbarrier_arrive_expect_bytes(smem.do_full(stage), Traits::kQueryBytes);
-    wait_for_both(smem.q_empty(stage), smem.q_shared(stage));
+    pair.wait_for_both(smem.q_empty(stage), smem.q_shared(stage), write.parity);
     ptx::mbarrier_arrive_expect_bytes(smem.q_full(stage), Traits::kQueryBytes);
-    boxes(smem.queries(stage), &p.q_map, smem.q_full(stage));
+    pair.load_rows(smem.queries(stage), &p.q_map, step, smem.q_full(stage));
     clearing.step(i, smem);
     write.advance();
     step.advance(walk);
