@@ -248,6 +248,17 @@ MORE: dict[str, tuple[str, str, dict[str, tuple[str, str]]]] = {
             "peak": ("peak_mib", ".0f"),
         },
     ),
+    "gradient_error": (
+        "Relative L2 errors of gradients against float64, normal inputs, the largest of 8 heads; "
+        "over cuDNN's in the same head and gradient:",
+        "call",
+        {
+            "dquery": ("dquery", ".2e"),
+            "dkey": ("dkey", ".2e"),
+            "dvalue": ("dvalue", ".2e"),
+            "over cuDNN's": ("of_cudnn", ".2f"),
+        },
+    ),
 }
 
 

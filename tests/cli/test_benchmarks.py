@@ -233,11 +233,26 @@ def test_bench_attention_dry_run(tmp_path):
     assert "the kernel alone needs a GPU" in skipped["jax_fa3_xla accurate"]
 
 
-@pytest.mark.parametrize("name", ["bench_attention", "host_cost", "memory", "utilisation"])
+@pytest.mark.parametrize(
+    "name", ["bench_attention", "gradient_errors", "host_cost", "memory", "utilisation"]
+)
 def test_a_measurement_needs_a_gpu(tmp_path, name):
     done = run(BENCHMARKS / f"{name}.py", cwd=tmp_path)
     assert done.returncode == 2
     assert f"{name}.py: measuring needs a GPU; this process runs on cpu." in done.stderr
+
+
+def test_errors_of_gradients(tmp_path):
+    """Every way of ours, near float64."""
+    path = tmp_path / "gradients.json"
+    flags = ["--dry-run", "--head-dims", "64", "--json", path]
+    done = run(BENCHMARKS / "gradient_errors.py", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2 * 3
+    for row in rows:
+        worst = max(row[name] for name in ("dquery", "dkey", "dvalue"))
+        assert 1e-3 < worst < (0.1 if row["precision"] == "fp8" else 4e-3), row
 
 
 @pytest.mark.slow

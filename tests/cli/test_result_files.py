@@ -285,6 +285,14 @@ def test_tables_of_the_other_kinds(program, saved):
         {"kind": "host", **who, "us": 41.0, "over_add": 1.0, "us_wall": 42.0, "graph": True},
         {"kind": "memory", **who, "operands_mib": 64.0, "temporaries_mib": 17.3, "peak_mib": None},
         {
+            "kind": "gradient_error",
+            **who,
+            "dquery": 2.35e-3,
+            "dkey": 2e-3,
+            "dvalue": 3e-3,
+            "of_cudnn": 1.037,
+        },
+        {
             "kind": "ablation",
             **SHAPE,
             "kernel": "K",
@@ -319,6 +327,7 @@ def test_tables_of_the_other_kinds(program, saved):
         f"| {name} jax_fa3 bf16 | 54.3 | 1.17 | 56.0 |",
         f"| {name} jax_fa3 bf16, one graph | 41.0 | 1.00 | 42.0 |",
         f"| {name} jax_fa3 bf16 | 64 | 17 | - |",
+        f"| {name} jax_fa3 bf16 | 2.35e-03 | 2.00e-03 | 3.00e-03 | 1.04 |",
         "| kernel: variant | S=8192 causal |",
         "| K: as built | 700 |",
         "| K: one stage (spills) | - |",

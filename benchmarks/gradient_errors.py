@@ -1,0 +1,132 @@
+"""Errors of gradients against float64, head by head next to cuDNN's, as JSON rows.
+
+python benchmarks/gradient_errors.py --json benchmarks/results/gradient_errors.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import harness  # before JAX is imported elsewhere: it sets JAX's memory policy
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_fa3
+from jax_fa3._cli import contenders, grid, results, text
+from jax_fa3._cli.progress import progress
+
+NAMES = ("dquery", "dkey", "dvalue")
+# (precision of the row, preset of the row, options of the call)
+OURS: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
+    ("bf16", None, {"precision": "native"}),
+    ("bf16", "deterministic", {"precision": "native", "deterministic": True}),
+    ("fp8", "accurate", {}),
+)
+
+
+def exact(
+    query: Any, key: Any, value: Any, dout: Any, *, is_causal: bool
+) -> tuple[np.ndarray[Any, Any], ...]:
+    """dquery, dkey and dvalue in float64; as many heads of keys as of queries."""
+    q, k, v, g = (np.moveaxis(np.asarray(x, np.float64), 2, 1) for x in (query, key, value, dout))
+    scale = q.shape[-1] ** -0.5
+    logits = q @ np.swapaxes(k, 2, 3) * scale
+    if is_causal:
+        logits[..., ~np.tri(*logits.shape[2:], dtype=bool)] = -np.inf
+    p = np.exp(logits - logits.max(axis=3, keepdims=True))
+    p /= p.sum(axis=3, keepdims=True)
+    dp = g @ np.swapaxes(v, 2, 3)
+    ds = p * (dp - (p * dp).sum(axis=3, keepdims=True)) * scale
+    grads = (ds @ k, np.swapaxes(ds, 2, 3) @ q, np.swapaxes(p, 2, 3) @ g)
+    return tuple(np.moveaxis(x, 1, 2) for x in grads)
+
+
+def by_head(found: Any, expected: Any) -> np.ndarray[Any, Any]:
+    """Relative L2 error, [gradient, batch, head]."""
+    errors = []
+    for a, e in zip(found, expected, strict=True):
+        difference = np.asarray(a).astype(np.float64) - e
+        errors.append(np.linalg.norm(difference, axis=(1, 3)) / np.linalg.norm(e, axis=(1, 3)))
+    return np.stack(errors)
+
+
+def measure(shape: grid.Shape, cudnn: bool) -> list[dict[str, Any]]:
+    """A row for each of ours, and cuDNN's where it runs."""
+    size = (shape.batch, shape.seqlen_q, shape.num_heads_q, shape.head_dim)
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal(size, np.float32), jnp.bfloat16) for _ in range(4)]
+    expected = exact(*arrays, is_causal=shape.is_causal)
+
+    def errors(attend: Any) -> np.ndarray[Any, Any]:
+        def gradients(q: Any, k: Any, v: Any, dout: Any) -> Any:
+            return jax.vjp(attend, q, k, v)[1](dout)
+
+        return by_head(jax.jit(gradients)(*arrays), expected)
+
+    def row(impl: str, precision: str, preset: str | None, own: Any, of_cudnn: Any) -> Any:
+        worst = dict(zip(NAMES, own.max(axis=(1, 2)).tolist(), strict=True))
+        return {
+            "kind": "gradient_error", "impl": impl, "precision": precision, "preset": preset,
+            **dataclasses.asdict(shape), **worst, "of_cudnn": of_cudnn,
+        }  # fmt: skip
+
+    rows = []
+    theirs = None
+    if cudnn:
+        theirs = errors(
+            lambda *x: jax.nn.dot_product_attention(
+                *x, is_causal=shape.is_causal, implementation="cudnn"
+            )
+        )
+        rows.append(row("cudnn", "bf16", None, theirs, None))
+    for precision, preset, options in OURS:
+        own = errors(
+            lambda *x, options=options: jax_fa3.attention(
+                *x, is_causal=shape.is_causal, implementation="cuda" if cudnn else "xla", **options
+            )
+        )
+        ratio = None if theirs is None else float((own / theirs).max())
+        rows.append(row("jax_fa3", precision, preset, own, ratio))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    text.add_list_flag(parser, "--head-dims", (64, 128, 256), about="of all heads")
+    text.add_list_flag(parser, "--seqlens", (512, 2048), about="query and key alike")
+    add("--json", type=Path, metavar="FILE", help="write a result file")
+    add("--dry-run", action="store_true", help="tiny sizes on any device, without cuDNN")
+    flags = parser.parse_args(arguments)
+    if not flags.dry_run:
+        contenders.require_gpu()
+    seqlens = [64] if flags.dry_run else flags.seqlens
+    record = results.Recorder(flags.json, dry_run=bool(flags.dry_run))
+    work = [*itertools.product(flags.head_dims, seqlens, (False, True))]
+    for head_dim, seqlen, is_causal in progress(work, "gradients"):
+        shape = grid.square(2, seqlen, 4, head_dim, is_causal)
+        record.add(measure(shape, cudnn=not flags.dry_run))
+    record.close()
+    header = ["shape", "variant", *NAMES, "over cuDNN's, worst head"]
+    lines = [
+        [
+            grid.Shape.of(row).name,
+            f"{row['impl']} {row['preset'] or row['precision']}",
+            *(f"{row[name]:.2e}" for name in NAMES),
+            "-" if row["of_cudnn"] is None else f"{row['of_cudnn']:.3f}",
+        ]
+        for row in record.rows
+    ]
+    print(text.table(header, lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.exit_with_usage(main))
