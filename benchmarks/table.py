@@ -3,8 +3,9 @@
 python benchmarks/table.py benchmarks/results/a.json [b.json ...]           # both files
 python benchmarks/table.py benchmarks/results/a.json --check                # 1 if they would change
 
-README.md gets a short table, benchmarks/README.md every row. Each file's tables stand under the
-sentence that says where its numbers come from; collect.py makes one file of several.
+README.md gets short tables of all files, benchmarks/README.md every row, file by file. They
+stand under the sentence that says where their numbers come from; collect.py makes one file of
+several.
 """
 
 from __future__ import annotations
@@ -163,8 +164,25 @@ def source_line(meta: dict[str, Any]) -> str:
     if "power_limit_w" in meta:
         parts.append(f"{meta['power_limit_w']:.0f} W")
     parts += [f"{name} {versions[name]}" for name in ("jax", "jax_fa3") if name in versions]
-    parts += [f"commit {meta['commit']}"] if "commit" in meta else []
+    commit = str(meta.get("commit", ""))
+    parts += [f"commit{'s' if ', ' in commit else ''} {commit}"] if commit else []
     return f"{', '.join(parts)}; {meta.get('date', 'unknown date')[:10]}."
+
+
+def together(found: list[tuple[dict[str, Any], Rows]]) -> list[tuple[dict[str, Any], Rows]]:
+    """Files, newest first, that differ in their commit alone as one, with every commit named."""
+    joined: dict[str, tuple[dict[str, Any], Rows]] = {}
+    for meta, rows in found:
+        source = source_line({**meta, "commit": "", "date": ""})
+        if source not in joined:
+            joined[source] = ({**meta}, [*rows])
+            continue
+        first, all_rows = joined[source]
+        all_rows += rows
+        commits = str(first["commit"]).split(", ")
+        first["commit"] = ", ".join(dict.fromkeys([*commits, str(meta["commit"])]))
+        first["date"] = max(str(x.get("date", "")) for x in (first, meta))
+    return list(joined.values())
 
 
 def in_order(rows: Rows) -> Rows:
@@ -317,6 +335,8 @@ def short(meta: dict[str, Any], rows: Rows) -> str:
     if not any(speed.values()) and not accurate:
         return ""
     parts = [source_line(meta)]
+    if ", " in str(meta.get("commit")):
+        parts[0] += " A table for each commit stands in benchmarks/README.md."
     usual = [r for r in sustained(rows) if (r["kind"], r["preset"], r["precision"]) in USUAL]
     parts += lead(usual)
     for kind, timed in speed.items():
@@ -383,9 +403,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(meta.get("dry_run") for meta, _ in found):
         raise text.UsageError("these files come from a dry run")
     old = []
-    for path, make in ((flags.readme, short), (flags.details, full)):
+    for path, make, files in ((flags.readme, short, together(found)), (flags.details, full, found)):
         content = path.read_text(encoding="utf-8")
-        parts = [part for meta, rows in found if (part := make(meta, rows))]
+        parts = [part for meta, rows in files if (part := make(meta, rows))]
         if not parts:
             raise text.UsageError(f"no row for {path.name}: speed, or errors of head_dim 128")
         updated = replaced(content, "\n\n".join(parts), path.name)

@@ -119,6 +119,30 @@ def test_table_fills_both_files(result_file, readmes):
     assert "burst" not in short
 
 
+def test_short_tables_join_files_of_several_commits(tmp_path, result_file, readmes):
+    """The first file's row of a place counts, and every commit is named."""
+    content = json.loads(result_file.read_text())
+    files = []
+    for commit, tflops in (("aaa", 900.0), ("bbb", 800.0)):
+        content["meta"]["commit"] = commit
+        for row in content["rows"]:
+            if row["kind"] == "fwd":
+                row["tflops"] = tflops
+        files.append(tmp_path / f"{commit}.json")
+        files[-1].write_text(json.dumps(content))
+    done = run(
+        BENCHMARKS / "table.py", *files, "--readme", readmes[0], "--details", readmes[1],
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    short, full = (path.read_text() for path in readmes)
+    assert short.count("NVIDIA H200") == 1
+    assert "commits aaa, bbb; 2030-01-02. A table for each commit stands" in short
+    assert "| B2_S8192_H16_D128_n | 900 | 900 |" in short
+    assert "800" not in short
+    assert [full.count(f"commit {name};") for name in ("aaa", "bbb")] == [1, 1]
+
+
 def test_table_check_tells_old_from_new(result_file, readmes):
     assert table(result_file, readmes, "--check").returncode == 1
     assert "old" in readmes[0].read_text()
