@@ -134,12 +134,16 @@ def ablation(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
     return [table.ablation_table(shown), table.source_line(meta)] if shown else []
 
 
-def utilisation(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
-    """How busy the tensor cores are."""
-    shown = [row for row in rows if row["kind"] == "pipe"]
-    words, corner, columns = table.MORE["pipe"]
-    tables = [words, table.number_table(shown, corner, columns), table.source_line(meta)]
-    return tables if shown else []
+def numbers(kind: str) -> Callable[..., list[str]]:
+    """Makes the table of rows of a kind of table.MORE."""
+
+    def make(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
+        shown = [row for row in rows if row["kind"] == kind]
+        words, corner, columns = table.MORE[kind]
+        tables = [words, table.number_table(shown, corner, columns), table.source_line(meta)]
+        return tables if shown else []
+
+    return make
 
 
 def reached(page: str) -> Callable[..., list[str]]:
@@ -170,7 +174,8 @@ PAGES = {
     "training": training,
     "gradients": gradients,
     "ablation": ablation,
-    "utilisation": utilisation,
+    "utilisation": numbers("pipe"),
+    "gradient_errors": numbers("gradient_error"),
     "soak": soak,
     "goals_forward": reached("forward"),
     "goals_backward": reached("backward"),
