@@ -12,6 +12,7 @@ from typing import Any
 
 import cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
@@ -19,6 +20,7 @@ from cli.helpers import ROOT, run
 from gpu import reference, reference_gradients, soak, soak_cases, soak_checks
 from gpu.reference import MAIN
 
+from jax_fa3 import _explain, _fold, _fp8_model
 from jax_fa3._cli import results
 
 PROGRAM = ROOT / "tests" / "gpu" / "soak.py"
@@ -229,6 +231,24 @@ def test_means_are_the_quotients_of_the_kernels() -> None:
     fused = (keys - keys.sum(axis=1, dtype=np.float64)[:, None] * third).astype(np.float32)
     moved = fused.astype(cases.E4M3) != expected.astype(cases.E4M3)
     assert moved.mean() > 1e-3
+
+
+def test_few_values_are_read_back_by_the_kernels_steps() -> None:
+    """Within float32 of XLA's, whose ties of bfloat16 may lie on the other side."""
+    own = {"presets": ("native", "unrotated"), "gradient": "unrotated", "dtype": "float16"}
+    case = small_case(seqlen_q=3, seqlen_k=3, **own)
+    main = {n: jnp.asarray(case.inputs(0)[n].astype(np.float32)) for n in MAIN}
+    config, _ = _explain.plan_of("attention", *main.values(), **case.options("unrotated"))
+    found = _fp8_model.effective_operands(_fold.fold_operands(*main.values()), config)
+    assert found.value_mean is not None
+    of_xla = np.asarray(found.value + found.value_mean[:, None])
+    read_back = reference_gradients._read_back(main, config)
+    room = 2.0**-21 * np.abs(of_xla).max()
+    np.testing.assert_allclose(read_back, of_xla, rtol=0, atol=room)
+    exact = np.abs(read_back - np.asarray(main["value"])) <= room
+    assert exact.mean() > 0.05  # the roundings of three keys cancel
+    ties = read_back.view(np.uint32) % 2**16 == 2**15
+    assert ties.any()
 
 
 def test_a_row_without_a_number_may_move_other_rows_by_rounding_only() -> None:
