@@ -115,11 +115,12 @@ def fp8_noise(
     softmax_scale: float | None,
     p_unit: float,
     operand_unit: float,
-) -> Array:
-    """[batch, num_heads_q]: relative L2 error of out that rounding is expected to make.
+) -> tuple[Array, Array]:
+    """(cost, errors) of [batch, num_heads_q]: the relative L2 error of out that rounding is
+    expected to make, and of how many independent errors of one size it is the sum.
 
     The units are relative rms errors of P and of smoothed queries, keys and values; float8 inputs
-    are taken as they are. One draw of a few keys may be far nearer by chance.
+    are taken as they are. One draw of a few keys may be far nearer by chance, or farther.
     """
     exact_out, logsumexp = exact(inputs, causal=causal, softmax_scale=softmax_scale)
     query, key, value = (inputs[n].astype(np.float64) for n in MAIN)
@@ -128,8 +129,8 @@ def fp8_noise(
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     factor = scale * descale(inputs, "query_descale") * descale(inputs, "key_descale")
     seen = visible(query.shape[1], key.shape[1], causal)
-    found = np.zeros(query.shape[:3:2])
-    for ib, ih in np.ndindex(found.shape):
+    cost, errors = np.zeros(query.shape[:3:2]), np.ones(query.shape[:3:2])
+    for ib, ih in np.ndindex(cost.shape):
         kv = ih // group
         q, k, out = query[ib, :, ih], key[ib, :, kv], exact_out[ib, :, ih]
         v = value[ib, :, kv] * np.float64(descale(inputs, "value_descale")[ib, kv])
@@ -140,8 +141,12 @@ def fp8_noise(
         away = (v**2).sum(axis=1) - 2 * out @ v.T + (out**2).sum(axis=1)[:, None]
         of_v = v_unit**2 * ((v - v.mean(axis=0)) ** 2).sum(axis=1)
         squares = np.exp(2 * logits) * (of_p * np.maximum(away, 0) + of_v)
-        found[ib, ih] = np.sqrt(squares.sum()) / (np.linalg.norm(out) or 1)
-    return found
+        cost[ib, ih] = np.sqrt(squares.sum()) / (np.linalg.norm(out) or 1)
+        rows, fourths = squares.sum(axis=1), (squares**2).sum(axis=1)
+        # P (v - out) of a row's keys add up to 0: one of them follows from the others.
+        of_row = np.maximum(rows**2 / np.where(fourths > 0, fourths, 1) - 1, 1)
+        errors[ib, ih] = max(rows.sum() ** 2 / ((rows**2 / of_row).sum() or 1), 1)
+    return cost, errors
 
 
 def quantized(
