@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tolerances
 from cli.helpers import ROOT, run
-from gpu import reference, reference_gradients, soak, soak_cases, soak_checks
+from gpu import reference, reference_gradients, soak, soak_cases, soak_checks, soak_program
 from gpu.reference import MAIN
 
 from jax_fa3 import _explain, _fold, _fp8_model
@@ -60,6 +60,25 @@ def test_draws_cover_the_kernels() -> None:
     assert sum(c.seqlen_q != c.seqlen_k for c in DRAWN) > 2000
     assert len({c.stored for c in DRAWN}) > 10
     assert len({c.spoiled and c.spoiled[0] for c in DRAWN}) == 4
+
+
+def test_no_case_takes_more_than_its_share_of_memory() -> None:
+    """Without keys a case has no scores: once it was drawn with 3.5 million rows of queries."""
+    for case in (soak_cases.draw_case(35400, 679), *DRAWN):
+        rows = case.group * case.seqlen_q + case.seqlen_k
+        assert case.batch * case.heads_kv * rows <= soak_cases.MOST_ROWS, case
+    assert float(soak.environment(14)["XLA_PYTHON_CLIENT_MEM_FRACTION"]) * 14 < 0.91
+
+
+@pytest.mark.parametrize(
+    ("size", "calls"), [(1, 24), (soak_program.IN_FLIGHT_BYTES // 6, 3), (2**40, 1)]
+)
+def test_results_in_flight_are_bounded(size: int, calls: int) -> None:
+    program = SimpleNamespace(
+        result_size=size, arguments=[()], compiled=lambda: None, assert_repeats=lambda *_: None
+    )
+    pool: Any = [program, SimpleNamespace(**{**vars(program), "result_size": 0})]
+    assert soak_program.repeat(pool, 24, np.random.default_rng(0)) == 2 * calls
 
 
 def perfect_program(case: soak_cases.Case) -> Any:
@@ -346,6 +365,11 @@ def test_failures_and_deaths_are_reported(
     printed = capsys.readouterr().out
     assert printed.count("DIED with 1, in case 8") == 2
     assert "2 cases, 10 calls" in printed
+    happens = [{**end, "failed": ["no room"], "ends": soak.OUT_OF_MEMORY}, {"exit": 1}]
+    assert soak.run_all(flags_of()) == soak.HANG
+    printed = capsys.readouterr().out
+    assert "DIED with out of memory of the device, after case 7" in printed
+    assert "1 failed, 0 cut short, 1 workers died" in printed
     happens = [begin]
     monkeypatch.setattr(soak, "start", lambda *a: start(*a) or SimpleNamespace(kill=lambda: None))
     monkeypatch.setattr(soak, "GRACE", 0)
@@ -353,6 +377,23 @@ def test_failures_and_deaths_are_reported(
     assert "HUNG in case 8" in capsys.readouterr().out
     assert soak.run_all(flags_of(seconds=0.1)) == 0
     assert "1 cut short, 0 workers died" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("message", "ends"),
+    [("RESOURCE_EXHAUSTED: Out of memory", soak.OUT_OF_MEMORY), ("INTERNAL: launch", soak.BROKEN)],
+)
+def test_a_worker_ends_after_an_error_of_the_runtime(
+    message: str, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(soak_program, "Program", fail)
+    begin, end = soak.cases_of(flags_of(worker=0, limit=60))
+    assert begin["begin"] == end["end"]
+    assert end["ends"] == ends
+    assert message in end["failed"][0]
 
 
 def test_a_worker_that_ended_its_case_at_the_end_did_not_hang(

@@ -4,7 +4,8 @@ python tests/gpu/soak.py --seconds 600 --workers 8 --seed 1 --json soak.json
 
   --seconds N    how long; what has not ended ten seconds later is cut short
   --cases N      at most so many cases of each process
-  --workers N    processes, each with cases of its own; XLA's compiler takes most of the time
+  --workers N    processes, each with cases of its own and a share of the device's memory; XLA's
+                 compiler takes most of the time
   --seed N       what is drawn; case K of a seed is the same for any number of workers
   --only K       case K of the seed alone, in this process, with what was measured
   --limit N      seconds that one call may take before the program ends (compiling: ten times that)
@@ -46,8 +47,16 @@ POOL, POOL_BYTES = 5, 2**28
 IN_FLIGHT = 24  # calls of each of two threads
 GRACE = 10  # seconds for the last cases
 HANG = 3
-# Workers share the GPU and the cores.
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "2"}
+OUT_OF_MEMORY, BROKEN = "out of memory of the device", "an error of the runtime"
+
+
+def environment(workers: int) -> dict[str, str]:
+    """Workers share the cores, and the GPU's memory: each takes what it needs, up to its share."""
+    return {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / workers:.4f}",
+        "OPENBLAS_NUM_THREADS": "2",
+    }
 
 
 # ---- one process ---------------------------------------------------------------------------------
@@ -71,7 +80,7 @@ def cases_of(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {"begin": str(case)}
         notes: list[tuple[str, soak_checks.Notes]] = []
         calls, failed = 0, list[str]()
-        broken = False
+        ends = None  # why the process ends here: the device is not to be trusted, or full
         try:
             faulthandler.dump_traceback_later(10 * flags.limit, exit=True)
             program = soak_program.Program(case, "xla" if flags.dry_run else "cuda")
@@ -87,19 +96,24 @@ def cases_of(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
             calls += soak_program.repeat(pool, 2 if flags.dry_run else IN_FLIGHT, rng)
         except Exception as error:
             failed.append(f"{type(error).__name__}: {error}")
-            broken = isinstance(error, jax.errors.JaxRuntimeError)
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                ends = OUT_OF_MEMORY if "RESOURCE_EXHAUSTED" in str(error) else BROKEN
         faulthandler.cancel_dump_traceback_later()
-        yield {"end": str(case), "index": index, "calls": calls, "failed": failed, "notes": notes}
-        if broken:
-            raise RuntimeError("after an error of the runtime the device is not to be trusted")
+        yield {
+            "end": str(case), "index": index, "calls": calls, "failed": failed, "notes": notes,
+            "ends": ends,
+        }  # fmt: skip
+        if ends:
+            return
 
 
 def work(flags: argparse.Namespace) -> int:
     """A worker: one line of JSON for each event."""
+    ends = None
     for event in cases_of(flags):
         print(json.dumps(event), flush=True)
-    print(json.dumps({"done": True}), flush=True)
-    return 0
+        ends = event.get("ends")
+    return 1 if ends else 0
 
 
 def run_one(flags: argparse.Namespace) -> int:
@@ -152,8 +166,8 @@ def start(
         *([] if flags.cases is None else ["--cases", str(flags.cases)]),
         *(["--dry-run"] if flags.dry_run else []),
     ]  # fmt: skip
-    environment = {**os.environ, **ENVIRONMENT}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    own = {**os.environ, **environment(flags.workers)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own)
 
     def read() -> None:
         assert process.stdout is not None
@@ -178,6 +192,7 @@ def run_all(flags: argparse.Namespace) -> int:
     meta = results.meta(seed=flags.seed, workers=flags.workers, **facts) if flags.json else {}
     # What runs in each worker, None between two cases, and since when.
     open_cases: dict[int, tuple[str | None, float]] = dict.fromkeys(running, (None, began))
+    ended_by: dict[int, str] = {}
     again = f"python tests/gpu/soak.py --seed {flags.seed} --only"
 
     def write(partial: bool) -> None:
@@ -199,6 +214,8 @@ def run_all(flags: argparse.Namespace) -> int:
         elif "end" in event:
             open_cases[number] = None, time.monotonic()
             summary.add(event)
+            if event.get("ends"):
+                ended_by[number] = f"{event['ends']}, after {event['end']}"
             if event["failed"]:
                 print(f"FAILED {event['end']}\n  again: {again} {event['index']}")
                 print("".join(f"  {line}\n" for line in event["failed"]), end="", flush=True)
@@ -207,7 +224,8 @@ def run_all(flags: argparse.Namespace) -> int:
             case, _ = open_cases[number]
             if event["exit"] != 0 or case:
                 died += 1
-                print(f"DIED with {event['exit']}, in {case}", flush=True)
+                why = ended_by.get(number, f"{event['exit']}, in {case}")
+                print(f"DIED with {why}", flush=True)
         if time.monotonic() > written + 10:
             written = time.monotonic()
             write(partial=True)
@@ -247,9 +265,10 @@ def main() -> int:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     flags = parser.parse_args()
-    os.environ.update(ENVIRONMENT)  # before JAX looks for devices
     if flags.only is not None:
-        flags.worker = 0
+        flags.worker, flags.workers = 0, 1
+    os.environ.update(environment(flags.workers))  # before JAX looks for devices
+    if flags.only is not None:
         return run_one(flags)
     return run_all(flags) if flags.worker is None else work(flags)
 

@@ -35,6 +35,8 @@ TILES = (64, 128, 176, 192, 256, 384, 512, 1024)
 DATA = ("mixed", "normal", "outlier", "biased")
 # Scores of one case, over batch and heads: NumPy works on each in float64, several times.
 MOST_SCORES, MOST_SCORES_OF_LARGE = 1_000_000, 6_000_000
+# Rows of query and key of one case, over batch and heads: no keys have no scores, but take memory.
+MOST_ROWS = 2**18
 # Scales whose logits the models do not follow: f16 scores far from 0 are coarser than a step of P.
 UNMODELLED = ("large", "huge")
 
@@ -169,6 +171,8 @@ def draw_case(seed: int, index: int) -> Case:
     group = min(pick(1, 1, 2, 3, 4, 5, 8, 16), room)
     heads_kv = min(pick(1, 1, 2, 3, 4), max(room // group, 1))
     batch = min(pick(1, 1, 2, 3, 5, 17, 90), max(room // group // heads_kv, 1))
+    rows = heads_kv * (group * seqlen_q + seqlen_k)  # of one batch
+    batch = min(batch, max(MOST_ROWS // max(rows, 1), 1))
     if rng.random() < 0.02:
         batch = 0
     stored = (None, None, None)

@@ -15,6 +15,7 @@ from gpu.soak_cases import Case, spoil
 import jax_fa3
 
 OFFSET = 5
+IN_FLIGHT_BYTES = 2**30  # of results; calls of `repeat` hold theirs until all have ended
 
 
 def stored_arrays(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +111,10 @@ class Program:
     def size(self) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(self.arguments))
 
+    @property
+    def result_size(self) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves(self.first[0]))
+
     def run_first(self) -> None:
         """Every draw on poisoned memory."""
         for arguments in self.arguments:
@@ -128,7 +133,12 @@ class Program:
 
 
 def repeat(pool: list[Program], count: int, rng: np.random.Generator) -> int:
-    """Many calls of several programs in flight, launched by two threads; their bits must repeat."""
+    """Many calls of several programs in flight, launched by two threads; their bits must repeat.
+
+    Fewer than 2 * count where so many results would take too much memory. Returns how many.
+    """
+    largest = max(p.result_size for p in pool)
+    count = min(count, max(IN_FLIGHT_BYTES // 2 // max(largest, 1), 1))
     plan = [
         [
             (p := pool[rng.integers(len(pool))], int(rng.integers(len(p.arguments))))
