@@ -15,6 +15,7 @@ import jax_fa3
 from jax_fa3 import _explain, _fold, _fp8_model, _quantize
 
 KEYS_OF_A_SUM = 32  # the quantiser adds up so many before it rounds
+PRODUCTS = 16  # a tensor core adds up so many before it cuts the sum off
 
 
 def of_call(
@@ -59,27 +60,30 @@ def exact_and_noise(
     saved: Result,
     unit: float,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`exact`, and the expected size of what the kernels' roundings move dquery and dkey by.
+    """`exact`, and the expected size of what the kernels' roundings move the gradients by.
 
     The formula of the gradients with squares in place of values. `unit` is the rounding of the
-    dtype in which dS and the results are written; sums are those of the tensor cores, which cut a
-    float32 sum off after each 16 products and start or end with the row's logsumexp, so logits of
+    dtype in which P, dS and the results are written; sums are those of the tensor cores, which cut
+    a float32 sum off after each 16 products and start or end with the row's logsumexp, so logits of
     thousands cost probabilities. The noise is a norm for each row, [..., 1].
     """
     grads = {name: np.zeros(inputs[name].shape) for name in MAIN}
     head_dim = inputs["query"].shape[-1]
     cut = 2.0**-24 * max(head_dim / 64, 1)
-    squares = {name: np.zeros((*inputs[name].shape[:-1], 1)) for name in ("query", "key")}
+    squares = {name: np.zeros((*inputs[name].shape[:-1], 1)) for name in MAIN}
     for x in _heads(inputs, dout, dlogsumexp, causal, scale, saved):
         dquery, dkey = _add_gradients(grads, x)
         squared_q, squared_k = (x.q**2).sum(axis=1), (x.k**2).sum(axis=1)
-        logit = cut**2 * (scale**2 * (x.q**2 @ (x.k**2).T) + x.level[:, None] ** 2)
+        logit = _cut_of_logits(x, scale) ** 2
         difference = cut**2 * ((x.g**2) @ (x.v**2).T + x.delta[:, None] ** 2)
         ds = x.ds**2 * (unit**2 + logit) + (x.p * scale) ** 2 * difference
         own = unit**2 * (dquery**2).sum(axis=1)
         squares["query"][x.query_place] = (ds @ squared_k + own)[:, None]
         own = unit**2 * (dkey**2).sum(axis=1)
         squares["key"][x.key_place] += (ds.T @ squared_q + own)[:, None]
+        p = x.p**2 * (unit**2 + logit)
+        own = unit**2 * ((x.p.T @ x.g) ** 2).sum(axis=1)
+        squares["value"][x.key_place] += (p.T @ (x.g**2).sum(axis=1) + own)[:, None]
     return grads, {name: np.sqrt(x) for name, x in squares.items()}
 
 
@@ -96,6 +100,20 @@ class _Head(NamedTuple):
     level: Any  # logsumexp, 0 for rows that see no key
     delta: Any
     ds: Any
+
+
+def _cut_of_logits(x: _Head, scale: float) -> Any:
+    """What cutting off costs each logit, [seqlen_q, seqlen_k]: half a last place of every sum.
+
+    Cuts go towards 0, so those of a sum on one side of it add up, to at most twice as much.
+    """
+    total = np.broadcast_to(-x.level[:, None] / (scale or 1), x.p.shape)
+    cut = np.zeros(x.p.shape)
+    for first in range(0, x.q.shape[1], PRODUCTS):
+        products = slice(first, first + PRODUCTS)
+        total = total + x.q[:, products] @ x.k[:, products].T
+        cut += np.spacing(np.abs(total).astype(np.float32)) / 2
+    return cut * abs(scale)
 
 
 def _add_gradients(grads: dict[str, Any], x: _Head) -> tuple[Any, Any]:
@@ -153,7 +171,7 @@ def model(
     unit: float = 0.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of attention over the quantised operands, straight through every rounding; and, with `saved`,
-    the noise of its dquery and dkey.
+    the noise of its gradients.
 
     saved: also says that the kernels' backward is meant, which multiplies the value that it reads
     back from the images in bfloat16. Where the values of the keys that a row sees nearly agree,
