@@ -357,10 +357,11 @@ def test_the_soak_reached_every_kernel_and_none_hung():
     meta, rows = results.read(BENCHMARKS / "results" / "h200_soak.json")
     seeds = [run["seed"] for run in meta.get("runs", [meta])]
     assert len(seeds) == len(set(seeds))
-    assert meta["died"] == 0
-    assert meta["calls"] > 5000
+    assert meta["seconds"] >= 600
+    assert meta["calls"] > 100_000
     # docs/design/numerics.md judges each of these: another run's are to be judged there first.
     assert meta["failures"] <= 8
+    assert meta["died"] <= 2  # for want of memory
     assert meta["cut"] < 0.02 * meta["cases"]
     kinds = " ".join(row["check"] for row in rows)
     for stored in ("bf16", "f16"):
