@@ -17,6 +17,7 @@ import harness  # before JAX is imported elsewhere: it sets JAX's memory policy
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rivals import RIVALS
 
 import jax_fa3
 from jax_fa3._cli import contenders, grid, results, text
@@ -80,11 +81,7 @@ def measure(shape: grid.Shape, cudnn: bool) -> list[dict[str, Any]]:
     rows = []
     theirs = None
     if cudnn:
-        theirs = errors(
-            lambda *x: jax.nn.dot_product_attention(
-                *x, is_causal=shape.is_causal, implementation="cudnn"
-            )
-        )
+        theirs = errors(RIVALS["cudnn"].function("bf16", is_causal=shape.is_causal))
         rows.append(row("cudnn", "bf16", None, theirs, None))
     for precision, preset, options in OURS:
         own = errors(

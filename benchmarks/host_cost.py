@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from rivals import RIVALS
 
 import jax_fa3
 from jax_fa3._cli import contenders, grid, results, text
@@ -63,13 +64,10 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, An
         if runs:
             jitted = jax.jit(call, compiler_options=GRAPH)
             found[f"{preset} graph"] = (jitted, operands, {**row, "graph": True})
-    if jax.default_backend() == "gpu":
-        cudnn = jax.jit(
-            lambda q, k, v: jax.nn.dot_product_attention(
-                q, k, v, is_causal=True, implementation="cudnn"
-            )
-        )
-        found["cudnn"] = (cudnn, operands, who("cudnn", "bf16", None))
+    cudnn = RIVALS["cudnn"]
+    if cudnn.unavailable("bf16") is None:
+        jitted = jax.jit(cudnn.function("bf16", is_causal=True))
+        found["cudnn"] = (jitted, operands, who("cudnn", "bf16", None))
     return found
 
 

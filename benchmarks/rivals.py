@@ -105,12 +105,7 @@ class Cudnn(JaxRival):
     precisions = ("bf16", "f16")
 
     def function(self, precision: str, *, is_causal: bool) -> Callable[..., Any]:
-        def call(q: Any, k: Any, v: Any) -> Any:
-            return jax.nn.dot_product_attention(
-                q, k, v, is_causal=is_causal, implementation="cudnn"
-            )
-
-        return call
+        return contenders.cudnn_call(is_causal=is_causal)
 
 
 class CudnnFp8(JaxRival):

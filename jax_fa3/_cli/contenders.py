@@ -135,18 +135,21 @@ def ours(preset: str, *, dtype: str = "bf16", with_quantize: bool = True) -> Con
     )
 
 
+def cudnn_call(*, is_causal: bool) -> Callable[..., Any]:
+    """`jax.nn.dot_product_attention(implementation="cudnn")` of query, key and value."""
+    return functools.partial(
+        jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn"
+    )
+
+
 def cudnn(dtype: str = "bf16") -> Contender:
-    """`jax.nn.dot_product_attention(implementation="cudnn")`."""
+    """cuDNN through JAX."""
 
     def build(shape: Shape) -> Side:
         if jax.default_backend() != "gpu":
             raise Unavailable("cuDNN needs a GPU")
 
-        def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-            return jax.nn.dot_product_attention(
-                q, k, v, is_causal=shape.is_causal, implementation="cudnn"
-            )
-
+        call = cudnn_call(is_causal=shape.is_causal)
         try:
             return jax_side(call, *inputs(shape, JAX_DTYPES[dtype]))
         except Exception as error:  # whatever a rival raises must not end our run
