@@ -16,16 +16,14 @@ import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
 import argparse
 import collections
 import itertools
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import float64
 import jax
-import jax.numpy as jnp
-import numpy as np
 from rivals import RIVALS, add_rivals_flag
 
 from jax_fa3._cli import accuracy, bench, check, contenders, plots, results, text
@@ -53,33 +51,6 @@ def parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE", help="write a plot (needs matplotlib)")
     add("--dry-run", action="store_true", help="tiny sizes on any device")
     return made
-
-
-def reference_on_device(query: Any, key: Any, value: Any) -> np.ndarray:
-    """Softmax attention in float64 on the default device, one head and 256 queries at a time."""
-    with jax.enable_x64(True):
-        heads = [
-            np.concatenate(
-                [
-                    np.asarray(_exact(query[:, i : i + 256], key, value, head))
-                    for i in range(0, query.shape[1], 256)
-                ],
-                axis=1,
-            )
-            for head in range(query.shape[2])
-        ]
-        return np.concatenate(heads, axis=2)
-
-
-@jax.jit
-def _exact(query: jax.Array, key: jax.Array, value: jax.Array, head: int) -> jax.Array:
-    q, k, v = (
-        jax.lax.dynamic_index_in_dim(x, head, axis=2).astype(jnp.float64)
-        for x in (query, key, value)
-    )
-    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") / math.sqrt(q.shape[-1])
-    weights = jax.nn.softmax(logits, axis=-1)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision="highest")
 
 
 def drawn_ahead(problems: Sequence[Problem], seed: int) -> Iterator[tuple[Any, ...]]:
@@ -173,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arrays = next(inputs)
         if on_gpu:
             arrays = tuple(jax.device_put(x) for x in arrays)
-            expected = reference_on_device(*arrays)
+            expected = float64.attention(*arrays)
         else:
             expected = accuracy.reference(*arrays, is_causal=False)
         head_dim, seqlen_k, data = problem.head_dim, problem.seqlen_k, problem.data

@@ -5,6 +5,8 @@ python benchmarks/gradient_errors.py --json benchmarks/results/gradient_errors.j
 
 from __future__ import annotations
 
+import harness  # isort: skip  # sets how JAX allocates, before JAX is imported
+
 import argparse
 import dataclasses
 import itertools
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import harness  # before JAX is imported elsewhere: it sets JAX's memory policy
+import float64
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,23 +34,6 @@ OURS: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
 )
 
 
-def exact(
-    query: Any, key: Any, value: Any, dout: Any, *, is_causal: bool
-) -> tuple[np.ndarray[Any, Any], ...]:
-    """dquery, dkey and dvalue in float64; as many heads of keys as of queries."""
-    q, k, v, g = (np.moveaxis(np.asarray(x, np.float64), 2, 1) for x in (query, key, value, dout))
-    scale = q.shape[-1] ** -0.5
-    logits = q @ np.swapaxes(k, 2, 3) * scale
-    if is_causal:
-        logits[..., ~np.tri(*logits.shape[2:], dtype=bool)] = -np.inf
-    p = np.exp(logits - logits.max(axis=3, keepdims=True))
-    p /= p.sum(axis=3, keepdims=True)
-    dp = g @ np.swapaxes(v, 2, 3)
-    ds = p * (dp - (p * dp).sum(axis=3, keepdims=True)) * scale
-    grads = (ds @ k, np.swapaxes(ds, 2, 3) @ q, np.swapaxes(p, 2, 3) @ g)
-    return tuple(np.moveaxis(x, 1, 2) for x in grads)
-
-
 def by_head(found: Any, expected: Any) -> np.ndarray[Any, Any]:
     """Relative L2 error, [gradient, batch, head]."""
     errors = []
@@ -63,7 +48,7 @@ def measure(shape: grid.Shape, cudnn: bool) -> list[dict[str, Any]]:
     size = (shape.batch, shape.seqlen_q, shape.num_heads_q, shape.head_dim)
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal(size, np.float32), jnp.bfloat16) for _ in range(4)]
-    expected = exact(*arrays, is_causal=shape.is_causal)
+    expected = float64.gradients(*arrays, is_causal=shape.is_causal)
 
     def errors(attend: Any) -> np.ndarray[Any, Any]:
         def gradients(q: Any, k: Any, v: Any, dout: Any) -> Any:

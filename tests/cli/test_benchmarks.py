@@ -11,12 +11,14 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import processes
 import pytest
 from cli.helpers import BENCHMARKS, ROOT, run
+from gpu import reference, reference_gradients
 
 import jax_fa3
-from jax_fa3._cli import grid
+from jax_fa3._cli import accuracy, grid
 from jax_fa3._cli.accuracy import DATA
 
 MATPLOTLIB = pytest.mark.skipif(
@@ -342,22 +344,26 @@ def test_errors_stand_beside_the_models(monkeypatch):
     assert table.model_table([model]) == ""
 
 
-DEVICE_REFERENCE = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import accuracy as program
-import numpy as np
-from jax_fa3._cli import accuracy
-arrays = accuracy.draw(accuracy.Problem(70, 131, 2, 2, 32))
-got = program.reference_on_device(*arrays)
-assert got.dtype == np.float64
-print(abs(got - accuracy.reference(*arrays, is_causal=False)).max() < 1e-12)
-"""
-
-
-def test_device_reference_is_float64(tmp_path):
-    done = run("-c", DEVICE_REFERENCE, BENCHMARKS, cwd=tmp_path)
-    assert done.stdout.strip() == "True", done.stderr
+def test_the_devices_float64_is_numpys(monkeypatch):
+    """Formulas that share nothing with it; those of the gradients are by hand."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    float64 = importlib.import_module("float64")
+    arrays = accuracy.draw(accuracy.Problem(270, 131, 3, 3, 32, batch=2))
+    got = float64.attention(*arrays)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, accuracy.reference(*arrays, is_causal=False), atol=1e-12)
+    arrays = accuracy.draw(accuracy.Problem(37, 37, 3, 3, 32, batch=2))
+    dout = arrays[0][::-1]
+    for causal in (None, "bottom_right"):
+        found = float64.gradients(*arrays, dout, is_causal=causal is not None)
+        found = dict(zip(reference.MAIN, found, strict=True))
+        inputs = dict(zip(reference.MAIN, arrays, strict=True))
+        expected = reference_gradients.exact(
+            inputs, dout, np.zeros((2, 3, 37)), causal=causal, scale=32**-0.5
+        )
+        for name, x in expected.items():
+            assert np.linalg.norm(x) > 1
+            np.testing.assert_allclose(found[name], x, atol=1e-12)
 
 
 LOWER_RIVALS = """
