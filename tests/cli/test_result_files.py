@@ -359,9 +359,9 @@ def test_the_soak_reached_every_kernel_and_none_hung():
     assert len(seeds) == len(set(seeds))
     assert meta["seconds"] >= 600
     assert meta["calls"] > 100_000
-    # docs/design/numerics.md judges each of these: another run's are to be judged there first.
-    assert meta["failures"] <= 8
-    assert meta["died"] <= 2  # for want of memory
+    # A case beyond a limit is a fault, or is judged in docs/design/soak.md before another run.
+    assert meta["failures"] == 0
+    assert meta["died"] == 0
     assert meta["cut"] < 0.02 * meta["cases"]
     kinds = " ".join(row["check"] for row in rows)
     for stored in ("bf16", "f16"):
