@@ -21,14 +21,11 @@ import jax
 import jax.numpy as jnp
 from rivals import RIVALS, JaxRival
 
-import jax_fa3
 from jax_fa3._cli import bench, contenders, text
-from jax_fa3._cli.accuracy import options
 from jax_fa3._cli.contenders import Contender, Unavailable
 from jax_fa3._cli.grid import Shape
 from jax_fa3._cli.timing import Side, jax_side
 
-# deterministic: native that repeats bit by bit.
 OURS = ("native", "deterministic", "accurate", "fast")
 KINDS = ("bwd", "step")
 JAX_RIVALS = tuple(
@@ -58,32 +55,12 @@ def gradients(function: Callable[..., Any], shape: Shape, kind: str) -> Side:
 
 def ours(preset: str, kind: str) -> Contender:
     """`jax_fa3.attention` differentiated; the XLA path where no kernel runs."""
-    runs = contenders.kernels_run()
-    native = preset in ("native", "deterministic")
-    keywords = options("native" if native else preset)
-    if preset == "deterministic":
-        keywords["deterministic"] = True
+    name = contenders.our_name(preset)
 
     def build(shape: Shape) -> Side:
-        def call(q: Any, k: Any, v: Any) -> Any:
-            return jax_fa3.attention(
-                q,
-                k,
-                v,
-                is_causal=shape.is_causal,
-                implementation="cuda" if runs else "xla",
-                **keywords,
-            )
+        return gradients(contenders.our_call(preset, is_causal=shape.is_causal), shape, kind)
 
-        return gradients(call, shape, kind)
-
-    return Contender(
-        impl="jax_fa3" if runs else "jax_fa3_xla",
-        precision="bf16" if native else "fp8",
-        preset=None if preset == "native" else preset,
-        with_quantize=not native,
-        build=build,
-    )
+    return Contender(**name, with_quantize=name["precision"] == "fp8", build=build)
 
 
 def rival(key: str, kind: str) -> Contender:

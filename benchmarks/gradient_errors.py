@@ -21,17 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from rivals import RIVALS
 
-import jax_fa3
-from jax_fa3._cli import contenders, grid, results, text
+from jax_fa3._cli import bench, contenders, grid, results, text
 from jax_fa3._cli.progress import progress
 
 NAMES = ("dquery", "dkey", "dvalue")
-# (precision of the row, preset of the row, options of the call)
-OURS: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
-    ("bf16", None, {"precision": "native"}),
-    ("bf16", "deterministic", {"precision": "native", "deterministic": True}),
-    ("fp8", "accurate", {}),
-)
+PRESETS = ("native", "deterministic", "accurate")
 
 
 def by_head(found: Any, expected: Any) -> np.ndarray[Any, Any]:
@@ -56,33 +50,30 @@ def measure(shape: grid.Shape, cudnn: bool) -> list[dict[str, Any]]:
 
         return by_head(jax.jit(gradients)(*arrays), expected)
 
-    def row(impl: str, precision: str, preset: str | None, own: Any, of_cudnn: Any) -> Any:
+    def row(name: dict[str, Any], own: Any, of_cudnn: Any) -> dict[str, Any]:
         worst = dict(zip(NAMES, own.max(axis=(1, 2)).tolist(), strict=True))
         return {
-            "kind": "gradient_error", "impl": impl, "precision": precision, "preset": preset,
-            **dataclasses.asdict(shape), **worst, "of_cudnn": of_cudnn,
+            "kind": "gradient_error", **name, **dataclasses.asdict(shape), **worst,
+            "of_cudnn": of_cudnn,
         }  # fmt: skip
 
     rows = []
     theirs = None
     if cudnn:
         theirs = errors(RIVALS["cudnn"].function("bf16", is_causal=shape.is_causal))
-        rows.append(row("cudnn", "bf16", None, theirs, None))
-    for precision, preset, options in OURS:
-        own = errors(
-            lambda *x, options=options: jax_fa3.attention(
-                *x, is_causal=shape.is_causal, implementation="cuda" if cudnn else "xla", **options
-            )
-        )
+        name = {"impl": "cudnn", "precision": "bf16", "preset": None}
+        rows.append(row(name, theirs, None))
+    for preset in PRESETS:
+        own = errors(contenders.our_call(preset, is_causal=shape.is_causal))
         ratio = None if theirs is None else float((own / theirs).max())
-        rows.append(row("jax_fa3", precision, preset, own, ratio))
+        rows.append(row(contenders.our_name(preset), own, ratio))
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    text.add_list_flag(parser, "--head-dims", (64, 128, 256), about="of all heads")
+    bench.add_head_dims_flag(parser)
     text.add_list_flag(parser, "--seqlens", (512, 2048), about="query and key alike")
     add("--json", type=Path, metavar="FILE", help="write a result file")
     add("--dry-run", action="store_true", help="tiny sizes on any device, without cuDNN")
@@ -100,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [
         [
             grid.Shape.of(row).name,
-            f"{row['impl']} {row['preset'] or row['precision']}",
+            results.variant(row),
             *(f"{row[name]:.2e}" for name in NAMES),
             "-" if row["of_cudnn"] is None else f"{row['of_cudnn']:.3f}",
         ]

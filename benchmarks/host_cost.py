@@ -25,9 +25,7 @@ import jax
 import jax.numpy as jnp
 from rivals import RIVALS
 
-import jax_fa3
 from jax_fa3._cli import contenders, grid, results, text
-from jax_fa3._cli.accuracy import options
 
 QUEUED = 16  # calls between two waits; JAX itself waits when more than 32 are in flight
 SHAPE = grid.square(1, 256, 2, 64, True)
@@ -37,37 +35,24 @@ GRAPH = {"xla_gpu_graph_min_graph_size": 1}
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
     """Name: jitted function, its arguments, and impl, precision, preset of its row."""
-    runs = contenders.kernels_run()
     operands = contenders.inputs(SHAPE, jnp.bfloat16)
 
-    def who(impl: str, precision: str, preset: str | None) -> dict[str, Any]:
-        return {"impl": impl, "precision": precision, "preset": preset}
+    def other(impl: str) -> dict[str, Any]:
+        return {"impl": impl, "precision": "bf16", "preset": None}
 
     # As many arguments as attention has.
-    found = {"add": (jax.jit(lambda q, k, v: q + k + v), operands, who("add", "bf16", None))}
+    found = {"add": (jax.jit(lambda q, k, v: q + k + v), operands, other("add"))}
     for preset in PRESETS:
-
-        def call(q: Any, k: Any, v: Any, preset: str = preset) -> Any:
-            return jax_fa3.attention(
-                q,
-                k,
-                v,
-                is_causal=True,
-                implementation="cuda" if runs else "xla",
-                **options(preset),
-            )
-
-        impl = "jax_fa3" if runs else "jax_fa3_xla"
-        fp8 = preset != "native"
-        row = who(impl, "fp8" if fp8 else "bf16", preset if fp8 else None)
+        call = contenders.our_call(preset, is_causal=SHAPE.is_causal)
+        row = contenders.our_name(preset)
         found[preset] = (jax.jit(call), operands, row)
-        if runs:
+        if contenders.kernels_run():
             jitted = jax.jit(call, compiler_options=GRAPH)
             found[f"{preset} graph"] = (jitted, operands, {**row, "graph": True})
     cudnn = RIVALS["cudnn"]
     if cudnn.unavailable("bf16") is None:
-        jitted = jax.jit(cudnn.function("bf16", is_causal=True))
-        found["cudnn"] = (jitted, operands, who("cudnn", "bf16", None))
+        jitted = jax.jit(cudnn.function("bf16", is_causal=SHAPE.is_causal))
+        found["cudnn"] = (jitted, operands, other("cudnn"))
     return found
 
 

@@ -21,9 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jax_fa3
 from jax_fa3._cli import contenders, grid, results, text
-from jax_fa3._cli.accuracy import options
 from jax_fa3._cli.progress import progress
 
 SEQLENS = (16_384, 65_536, 262_144)
@@ -39,17 +37,9 @@ def peak_bytes() -> int | None:
 
 def measure(shape: grid.Shape, preset: str) -> dict[str, Any]:
     """A row: one forward and backward pass."""
-    runs = contenders.kernels_run()
+    call = contenders.our_call(preset, is_causal=shape.is_causal)
 
     def step(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        def call(*x: Any) -> Any:
-            return jax_fa3.attention(
-                *x,
-                is_causal=shape.is_causal,
-                implementation="cuda" if runs else "xla",
-                **options(preset),
-            )
-
         out, pull = jax.vjp(call, q, k, v)
         return out, pull(dout)
 
@@ -67,12 +57,9 @@ def measure(shape: grid.Shape, preset: str) -> dict[str, Any]:
     if peak is not None and peak == before:
         peak = None
     operand_bytes = 4 * operands[0].nbytes  # query, key, value, dout; results are as large again
-    native = preset == "native"
     return {
         "kind": "memory",
-        "impl": "jax_fa3" if runs else "jax_fa3_xla",
-        "precision": "bf16" if native else "fp8",
-        "preset": None if native else preset,
+        **contenders.our_name(preset),
         **dataclasses.asdict(shape),
         "operands_mib": round(2 * operand_bytes / MIB, 1),
         "temporaries_mib": round(plan.temp_size_in_bytes / MIB, 1),

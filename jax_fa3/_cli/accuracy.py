@@ -146,9 +146,14 @@ def errors(out: Any, expected: Array) -> Errors:
 
 
 def options(preset: str) -> dict[str, Any]:
-    """Keyword arguments of `jax_fa3.attention` for a preset's name; "native" is 16-bit."""
+    """Keyword arguments of `jax_fa3.attention` for a preset's name.
+
+    "native" is 16-bit; "deterministic" the same with gradients that repeat bit by bit.
+    """
     if preset == "native":
         return {"precision": "native"}
+    if preset == "deterministic":
+        return {"precision": "native", "deterministic": True}
     return {"precision": "fp8", "quantization": PRESETS[preset]}
 
 

@@ -94,6 +94,26 @@ def require_gpu(cure: str = "Pass --dry-run to try the program.") -> None:
         )
 
 
+def our_call(preset: str, *, is_causal: bool) -> Callable[..., Any]:
+    """`jax_fa3.attention` of query, key and value, with the options of a preset."""
+    return functools.partial(
+        jax_fa3.attention,
+        is_causal=is_causal,
+        implementation="cuda" if kernels_run() else "xla",
+        **options(preset),
+    )
+
+
+def our_name(preset: str, dtype: str = "bf16") -> dict[str, Any]:
+    """What a row says of `our_call`: where no kernel runs, impl names the XLA path."""
+    native = preset in ("native", "deterministic")
+    return {
+        "impl": "jax_fa3" if kernels_run() else "jax_fa3_xla",
+        "precision": dtype if native else "fp8",
+        "preset": None if preset == "native" else preset,
+    }
+
+
 def ours(preset: str, *, dtype: str = "bf16", with_quantize: bool = True) -> Contender:
     """`jax_fa3.attention` (or, without with_quantize, the fp8 kernel alone on quantised inputs).
 
@@ -102,36 +122,20 @@ def ours(preset: str, *, dtype: str = "bf16", with_quantize: bool = True) -> Con
     Where no kernel runs, the XLA path takes part under the name jax_fa3_xla.
     """
     native = preset == "native"
-    runs = kernels_run()
 
     def build(shape: Shape) -> Side:
         operands = inputs(shape, JAX_DTYPES[dtype])
         if not native and not with_quantize:
-            if not runs:
+            if not kernels_run():
                 raise Unavailable("the kernel alone needs a GPU that it can run on")
             return _kernel_alone(shape, operands, preset)
-
-        def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-            return jax_fa3.attention(
-                q,
-                k,
-                v,
-                is_causal=shape.is_causal,
-                implementation="cuda" if runs else "xla",
-                **options(preset),
-            )
-
         try:
-            return jax_side(call, *operands)
+            return jax_side(our_call(preset, is_causal=shape.is_causal), *operands)
         except (NotImplementedError, RuntimeError) as error:
             raise Unavailable(_first_line(error)) from error
 
     return Contender(
-        impl="jax_fa3" if runs else "jax_fa3_xla",
-        precision=dtype if native else "fp8",
-        preset=None if native else preset,
-        with_quantize=with_quantize and not native,
-        build=build,
+        **our_name(preset, dtype), with_quantize=with_quantize and not native, build=build
     )
 
 

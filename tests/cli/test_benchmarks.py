@@ -276,6 +276,9 @@ def test_errors_of_gradients(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 2 * 3
+    variants = {(row["impl"], row["precision"], row["preset"]) for row in rows}
+    ours = [("bf16", None), ("bf16", "deterministic"), ("fp8", "accurate")]
+    assert variants == {("jax_fa3_xla", *variant) for variant in ours}
     for row in rows:
         worst = max(row[name] for name in ("dquery", "dkey", "dvalue"))
         assert 1e-3 < worst < (0.1 if row["precision"] == "fp8" else 4e-3), row
