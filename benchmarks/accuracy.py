@@ -95,7 +95,7 @@ def outputs(
             continue
         rival = RIVALS[key]
         precision = rival.precisions[0]
-        reason = rival.unavailable(precision)
+        reason = rival.unavailable(precision, problem.head_dim)
         if reason is None:
             try:
                 out = rival.compute(arrays, precision, is_causal=problem.is_causal)

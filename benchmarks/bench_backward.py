@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from rivals import RIVALS, JaxRival
 
 from jax_fa3._cli import bench, contenders, text
-from jax_fa3._cli.contenders import Contender, Unavailable
+from jax_fa3._cli.contenders import Contender
 from jax_fa3._cli.grid import Shape
 from jax_fa3._cli.timing import Side, jax_side
 
@@ -68,18 +68,10 @@ def rival(key: str, kind: str) -> Contender:
     found = RIVALS[key]
     assert isinstance(found, JaxRival)
 
-    def build(shape: Shape) -> Side:
-        reason = found.unavailable("bf16")
-        if reason is None and key == "fa3jax" and shape.head_dim != 128:
-            reason = "fa3jax serves head_dim 128 only"
-        if reason is not None:
-            raise Unavailable(reason)
-        try:
-            return gradients(found.function("bf16", is_causal=shape.is_causal), shape, kind)
-        except Exception as error:  # a rival that fails is skipped and named in the results
-            raise Unavailable(f"{type(error).__name__}: {str(error)[:200]}") from error
+    def side(shape: Shape) -> Side:
+        return gradients(found.function("bf16", is_causal=shape.is_causal), shape, kind)
 
-    return Contender(key, "bf16", None, False, build)
+    return found.contender("bf16", side)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

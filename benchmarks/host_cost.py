@@ -50,7 +50,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, An
             jitted = jax.jit(call, compiler_options=GRAPH)
             found[f"{preset} graph"] = (jitted, operands, {**row, "graph": True})
     cudnn = RIVALS["cudnn"]
-    if cudnn.unavailable("bf16") is None:
+    if cudnn.unavailable("bf16", SHAPE.head_dim) is None:
         jitted = jax.jit(cudnn.function("bf16", is_causal=SHAPE.is_causal))
         found["cudnn"] = (jitted, operands, other("cudnn"))
     return found

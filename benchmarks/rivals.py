@@ -35,7 +35,7 @@ _LONG_FOR_TORCH_S = 2e-3
 
 
 class Rival:
-    """Base: a subclass names its modules and dtypes and says how to compute.
+    """Base: a subclass names its modules and what they serve, and says how to compute.
 
     `side` times it; `compute` returns one output for the accuracy table.
     """
@@ -44,8 +44,9 @@ class Rival:
     package = ""  # what to install, for the message
     module = ""  # importable when the package is there
     precisions: tuple[str, ...] = ("bf16",)
+    head_dims: tuple[int, ...] = ()  # the only ones that it serves, where it says so
 
-    def unavailable(self, precision: str) -> str | None:
+    def unavailable(self, precision: str, head_dim: int) -> str | None:
         """Why it cannot run in this process, or None."""
         if precision not in self.precisions:
             return f"{self.key} has no {precision}"
@@ -53,27 +54,29 @@ class Rival:
             return f"{self.key} needs a GPU"
         if self.module and importlib.util.find_spec(self.module) is None:
             return f"{self.key} needs the package {self.package}"
+        if self.head_dims and head_dim not in self.head_dims:
+            return f"{self.key} serves head_dim {', '.join(map(str, self.head_dims))} only"
         return None
 
     def side(self, shape: Shape, precision: str) -> Side:
-        """Ready to be timed; raises Unavailable."""
+        """Ready to be timed."""
         raise NotImplementedError
 
     def compute(self, arrays: Tensors, precision: str, *, is_causal: bool) -> Any:
         """Output of one call on NumPy or JAX inputs of 16 bits, as something NumPy reads."""
         raise NotImplementedError
 
-    def contender(self, precision: str = "bf16") -> Contender:
-        """As the timing code wants it."""
+    def contender(
+        self, precision: str = "bf16", side: Callable[[Shape], Side] | None = None
+    ) -> Contender:
+        """As the timing code wants it; `side` is timed in place of its own."""
 
         def build(shape: Shape) -> Side:
-            reason = self.unavailable(precision)
+            reason = self.unavailable(precision, shape.head_dim)
             if reason is not None:
                 raise Unavailable(reason)
             try:
-                return self.side(shape, precision)
-            except Unavailable:
-                raise
+                return self.side(shape, precision) if side is None else side(shape)
             except Exception as error:  # a rival that fails is skipped and named in the results
                 raise Unavailable(f"{type(error).__name__}: {str(error)[:200]}") from error
 
@@ -140,11 +143,7 @@ class CudnnFp8(JaxRival):
 class FlashAttention3Jax(JaxRival):
     key, package, module = "fa3jax", "flash-attn3-jax", "flash_attn3_jax"
     precisions = ("bf16", "f16")
-
-    def side(self, shape: Shape, precision: str) -> Side:
-        if shape.head_dim != 128:
-            raise Unavailable("fa3jax serves head_dim 128 only")
-        return super().side(shape, precision)
+    head_dims = (128,)
 
     def function(self, precision: str, *, is_causal: bool) -> Callable[..., Any]:
         package = importlib.import_module(self.module)
@@ -188,8 +187,8 @@ class FlashAttention3(Rival):
     key, package, module = "fa3", "fa3-fwd", "fa3_fwd_interface"
     precisions = ("bf16",)
 
-    def unavailable(self, precision: str) -> str | None:
-        reason = super().unavailable(precision)
+    def unavailable(self, precision: str, head_dim: int) -> str | None:
+        reason = super().unavailable(precision, head_dim)
         if reason is None and importlib.util.find_spec("torch") is None:
             return f"{self.key} needs the package torch"
         return reason

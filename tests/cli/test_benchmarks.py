@@ -295,6 +295,26 @@ def test_accuracy_dry_run(tmp_path):
     assert len(rows) == 2 * len(DATA) * 3
 
 
+def test_a_rival_that_does_not_run_says_why(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    rivals = importlib.import_module("rivals")
+    monkeypatch.setattr(rivals.jax, "default_backend", lambda: "gpu")
+    shape = grid.square(1, 48, 2, 64, False)
+
+    def broken(shape):
+        raise RuntimeError("no memory")
+
+    own = {"key": "some", "head_dims": (128, 256)}
+    for rival, precision, words in (
+        (rivals.Rival(), "f16", " has no f16"),
+        (type("Some", (rivals.Rival,), own)(), "bf16", "some serves head_dim 128, 256 only"),
+        (type("Some", (rivals.Rival,), {"module": "no_such"})(), "bf16", "needs the package"),
+        (rivals.Rival(), "bf16", "RuntimeError: no memory"),
+    ):
+        with pytest.raises(rivals.Unavailable, match=words):
+            rival.contender(precision, broken).build(shape)
+
+
 def test_tokamax_takes_configs_of_an_h100_where_it_has_none(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     rivals = importlib.import_module("rivals")
