@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser().parse_args(arguments)
     shapes = bench.shapes_of(flags)
     if not flags.dry_run and not flags.no_headline:
-        causal = {"no": (False,), "yes": (True,), "both": (False, True)}[flags.causal]
+        causal = bench.CAUSAL[flags.causal]
         # First, since it brings the card to its power limit.
         shapes = grid.headline(causal) + ([] if flags.only_headline else shapes)
     entrants = groups(flags)

@@ -111,8 +111,7 @@ def parse(content: str) -> list[dict[str, float]]:
 
 
 def shapes(flags: argparse.Namespace) -> list[grid.Shape]:
-    causal = {"no": (False,), "yes": (True,), "both": (False, True)}[flags.causal]
-    return grid.grid(flags.head_dims, [flags.seqlen], causal)
+    return grid.grid(flags.head_dims, [flags.seqlen], bench.CAUSAL[flags.causal])
 
 
 def with_counters(row: dict[str, Any], counters: dict[str, float]) -> dict[str, Any]:
@@ -131,7 +130,7 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
     lines = [
         [
             grid.Shape.of(row).name,
-            f"{row['impl']} {row['preset'] or row['precision']}",
+            results.variant(row),
             *(row.get(name, "-") for name in names),
         ]
         for row in rows
@@ -144,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     bench.add_head_dims_flag(parser)
     add("--seqlen", type=text.positive_int, default=8192, metavar="N", help="default 8192")
-    add("--causal", choices=("no", "yes", "both"), default="no", help="default no")
+    add("--causal", choices=bench.CAUSAL, default="no", help="default no")
     add("--seconds", type=text.positive_float, default=0.15, help="of a turn (default 0.15)")
     add("--rounds", type=text.positive_int, default=3, help="turns of each kernel (default 3)")
     add("--json", type=Path, metavar="FILE", help="write a result file")

@@ -18,7 +18,8 @@ _PRESETS = ("accurate", "fast", "native")
 OWN_KEYS = ("kernel", "default")
 # Labels of those who take part in further rounds, from what is known.
 MoreRounds = Callable[[contenders.Comparison], list[str]]
-_CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
+# What --causal chooses.
+CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
 def add_parser(commands: Any) -> None:
@@ -48,7 +49,7 @@ def add_grid_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_head_dims_flag(parser)
     text.add_list_flag(parser, "--seqlens", grid.SEQLENS)
-    add("--causal", choices=_CAUSAL, default="both", help="default both")
+    add("--causal", choices=CAUSAL, default="both", help="default both")
     add("--tokens", type=text.positive_int, default=grid.TOKENS, help="batch * seqlen (16384)")
     add("--hidden", type=text.positive_int, default=grid.HIDDEN, help="heads * head_dim (2048)")
     add("--regime", choices=REGIMES, default="sustained", help="default sustained")
@@ -76,7 +77,7 @@ def shapes_of(flags: argparse.Namespace) -> list[grid.Shape]:
     """
     if flags.plot is not None:
         plots.require()
-    causal = _CAUSAL[flags.causal]
+    causal = CAUSAL[flags.causal]
     if flags.dry_run:
         return [grid.square(1, 48, 2, head_dim, c) for head_dim in flags.head_dims for c in causal]
     contenders.require_gpu()
