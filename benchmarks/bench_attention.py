@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entrants = groups(flags)
     record = bench.recorder(flags)
     more = contested.more_rounds(flags, "fwd")
-    bench.time_shapes(flags, shapes, lambda _: entrants, record, more_for=more)
+    bench.time_shapes(flags, shapes, entrants, record, more_for=more)
     return bench.finish(flags, record)
 
 

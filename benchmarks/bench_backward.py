@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         group = [ours(preset, kind) for preset in flags.ours]
         group += [rival(key, kind) for key in flags.rivals if key != "none"]
         more = contested.more_rounds(flags, kind)
-        bench.time_shapes(flags, shapes, lambda _, group=group: [group], record, kind, more)
+        bench.time_shapes(flags, shapes, [group], record, kind, more)
     return bench.finish(flags, record)
 
 

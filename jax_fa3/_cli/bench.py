@@ -102,7 +102,7 @@ def run(flags: argparse.Namespace) -> int:
     if not flags.no_cudnn:
         entrants.append(contenders.cudnn())
     record = recorder(flags)
-    time_shapes(flags, shapes, lambda _: [entrants], record)
+    time_shapes(flags, shapes, [entrants], record)
     return finish(flags, record)
 
 
@@ -114,7 +114,7 @@ def recorder(flags: argparse.Namespace) -> results.Recorder:
 def time_shapes(
     flags: argparse.Namespace,
     shapes: list[grid.Shape],
-    groups_for: Callable[[grid.Shape], list[list[Contender]]],
+    groups: list[list[Contender]],
     record: results.Recorder,
     kind: str = "fwd",
     more_for: Callable[[grid.Shape, list[Contender]], MoreRounds] | None = None,
@@ -122,7 +122,7 @@ def time_shapes(
     """Times every group of contenders on every shape.
 
     Args:
-      groups_for: contenders that take turns with each other, per shape.
+      groups: contenders that take turns with each other.
       record: gets timing rows, and {"shape", "contender", "reason"} for each that could not run.
       kind: of the rows, a key of `results.WORK`.
       more_for: who goes on after the rounds; not in a dry run.
@@ -132,7 +132,7 @@ def time_shapes(
         turn_s, rounds = 0.001, min(rounds, 2)
     with gpu_state.sampling() as samples:
         for shape in progress(shapes, "bench"):
-            for group in groups_for(shape):
+            for group in groups:
                 more = None if more_for is None or flags.dry_run else more_for(shape, group)
                 done = contenders.compare(
                     shape, group, regime=flags.regime, rounds=rounds, turn_s=turn_s, more=more
