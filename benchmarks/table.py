@@ -155,6 +155,12 @@ def accuracy_table(rows: Rows) -> str:
     return markdown([*header, "over the model"] if model else header, lines)
 
 
+def commits_of(meta: dict[str, Any]) -> list[str]:
+    """The commit of a file, or those of all that `together` joined."""
+    commits: list[str] = meta.get("commits", [meta["commit"]] if "commit" in meta else [])
+    return commits
+
+
 def source_line(meta: dict[str, Any]) -> str:
     """Where the numbers come from, in one sentence."""
     versions = meta.get("versions", {})
@@ -164,24 +170,22 @@ def source_line(meta: dict[str, Any]) -> str:
     if "power_limit_w" in meta:
         parts.append(f"{meta['power_limit_w']:.0f} W")
     parts += [f"{name} {versions[name]}" for name in ("jax", "jax_fa3") if name in versions]
-    commit = str(meta.get("commit", ""))
-    parts += [f"commit{'s' if ', ' in commit else ''} {commit}"] if commit else []
-    return f"{', '.join(parts)}; {meta.get('date', 'unknown date')[:10]}."
+    commits = commits_of(meta)
+    if commits:
+        parts.append(f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}")
+    date = meta.get("date", "")[:10] or "unknown date"
+    return f"{', '.join(parts)}; {date}."
 
 
 def together(found: list[tuple[dict[str, Any], Rows]]) -> list[tuple[dict[str, Any], Rows]]:
-    """Files, newest first, that differ in their commit alone as one, with every commit named."""
+    """Files, newest first, that differ in their commit alone as one, with all `commits` in meta."""
     joined: dict[str, tuple[dict[str, Any], Rows]] = {}
     for meta, rows in found:
-        source = source_line({**meta, "commit": "", "date": ""})
-        if source not in joined:
-            joined[source] = ({**meta}, [*rows])
-            continue
-        first, all_rows = joined[source]
+        source = source_line({**meta, "commits": [], "date": ""})
+        first, all_rows = joined.setdefault(source, ({**meta, "commits": []}, []))
+        first["commits"] = list(dict.fromkeys([*first["commits"], *commits_of(meta)]))
+        first["date"] = max(first.get("date", ""), meta.get("date", ""))
         all_rows += rows
-        commits = str(first["commit"]).split(", ")
-        first["commit"] = ", ".join(dict.fromkeys([*commits, str(meta["commit"])]))
-        first["date"] = max(str(x.get("date", "")) for x in (first, meta))
     return list(joined.values())
 
 
@@ -335,7 +339,7 @@ def short(meta: dict[str, Any], rows: Rows) -> str:
     if not any(speed.values()) and not accurate:
         return ""
     parts = [source_line(meta)]
-    if ", " in str(meta.get("commit")):
+    if len(commits_of(meta)) > 1:
         parts[0] += " A table for each commit stands in benchmarks/README.md."
     usual = [r for r in sustained(rows) if (r["kind"], r["preset"], r["precision"]) in USUAL]
     parts += lead(usual)
