@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import table
+import row_tables
 
 from jax_fa3 import _ffi
 from jax_fa3._cli import bench, grid, results, text, timing
@@ -326,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         variants = [variant for variant in chosen if variant.base == base]
         time_base(variants, flags.folder, flags.rounds, flags.seconds, record)
     record.close()
-    print(table.ablation_table(record.rows))
+    print(row_tables.ablation_table(record.rows))
     return 0
 
 

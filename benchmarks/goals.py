@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import table
+import row_tables
 
 from jax_fa3._cli import bench, grid
 
@@ -133,7 +133,7 @@ def goals_table(page: str, rows: list[Row]) -> str:
             ranges = [_range(found[causal]) for causal in (False, True)]
             lines.append([goal.name, over, *limits, *ranges, f"{reached} of {len(every)}"])
     header = ["what", "over", "at least", "goal", "without a mask", "causal", "have the goal"]
-    return table.markdown(header, lines) if lines else ""
+    return row_tables.markdown(header, lines) if lines else ""
 
 
 def floors(row: Row) -> dict[str, float]:
@@ -167,7 +167,7 @@ def order_table(rows: list[Row]) -> str:
         [str(head_dim), *(_range(found[causal]) for causal in (False, True))]
         for head_dim, found in sorted(costs_of_order(rows).items())
     ]
-    return table.markdown(["head_dim", "without a mask", "causal"], lines) if lines else ""
+    return row_tables.markdown(["head_dim", "without a mask", "causal"], lines) if lines else ""
 
 
 def _range(values: list[float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import table
+import row_tables
 
 # Errors by kind of check, and what the tables call them.
 _ERRORS = {
@@ -40,9 +40,9 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     made = []
     for kind, names in _ERRORS.items():
         lines = [
-            [check, f"{own['checks']:,}", *(table.cell(own, name, ".1e") for name in names)]
+            [check, f"{own['checks']:,}", *(row_tables.cell(own, name, ".1e") for name in names)]
             for check, own in sorted(found.items())
             if check.startswith(kind)
         ]
-        made.append(table.markdown(["check", "checks", *names.values()], lines))
+        made.append(row_tables.markdown(["check", "checks", *names.values()], lines))
     return made

@@ -17,6 +17,7 @@ import goals  # benchmarks/
 import harness  # benchmarks/
 import kernel_figures
 import kernel_source
+import row_tables  # benchmarks/
 import soak_table  # benchmarks/
 import table  # benchmarks/
 
@@ -72,7 +73,7 @@ def kernel_table(kernels: list[kernel_source.Kernel]) -> str:
         registers = f"{c['kLoadRegisters']}, {c['kMathRegisters']}"
         numbers = (c["kBlockQ"], c["kBlockKv"], c["kNumStages"], c["kThreads"])
         lines.append([f"`{kernel.name}`", *map(str, numbers), registers, kernel.pipeline])
-    return table.markdown(header, lines)
+    return row_tables.markdown(header, lines)
 
 
 def barrier_table(barriers: list[kernel_source.Barrier]) -> str:
@@ -104,15 +105,15 @@ def errors(path: Path, meta: Meta, rows: Rows, folder: Path) -> list[str]:
     image = folder / f"{path.stem}_accuracy.svg"
     plots.accuracy(rows, image, columns=2)
     figure = _figure(image, "Relative L2 error over the number of keys")
-    parts = [figure, table.source_line(meta), table.error_table(shown)]
-    model = table.model_table(shown)
+    parts = [figure, table.source_line(meta), row_tables.error_table(shown)]
+    model = row_tables.model_table(shown)
     return [*parts, "Errors of the kernels over those of the model:", model] if model else parts
 
 
 def training(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
     """Models of examples/train_gpt.py."""
     shown = [row for row in rows if row["kind"] == "train"]
-    return [table.train_table(shown), table.source_line(meta)] if shown else []
+    return [row_tables.train_table(shown), table.source_line(meta)] if shown else []
 
 
 def gradients(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
@@ -120,27 +121,27 @@ def gradients(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
     parts = []
     for kind in ("bwd", "step"):
         timed = [row for row in rows if row["kind"] == kind and row.get("regime") == "sustained"]
-        timed = table.in_order([row for row in timed if row.get("devices", 1) == 1])
+        timed = row_tables.in_order([row for row in timed if row.get("devices", 1) == 1])
         if timed:
-            parts += [f"TFLOP/s of {table.TIMED[kind][0]}:", table.speed_table(timed)]
+            parts += [f"TFLOP/s of {row_tables.TIMED[kind][0]}:", row_tables.speed_table(timed)]
         if any(row["ratio"] for row in timed):
-            parts += ["Our speed over a rival's:", table.ratio_table(timed)]
+            parts += ["Our speed over a rival's:", row_tables.ratio_table(timed)]
     return [*parts, table.source_line(meta)] if parts else []
 
 
 def ablation(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
     """Variants of the forward kernels."""
     shown = [row for row in rows if row["kind"] == "ablation"]
-    return [table.ablation_table(shown), table.source_line(meta)] if shown else []
+    return [row_tables.ablation_table(shown), table.source_line(meta)] if shown else []
 
 
 def numbers(kind: str) -> Callable[..., list[str]]:
-    """Makes the table of rows of a kind of table.MORE."""
+    """Makes the table of rows of a kind of row_tables.MORE."""
 
     def make(_: Path, meta: Meta, rows: Rows, __: Path) -> list[str]:
         shown = [row for row in rows if row["kind"] == kind]
-        words, corner, columns = table.MORE[kind]
-        tables = [words, table.number_table(shown, corner, columns), table.source_line(meta)]
+        words, corner, columns = row_tables.MORE[kind]
+        tables = [words, row_tables.number_table(shown, corner, columns), table.source_line(meta)]
         return tables if shown else []
 
     return make

@@ -358,13 +358,13 @@ def test_errors_stand_beside_the_models(monkeypatch):
     assert program.model_verdict({**row, "over_model": 1.3}) is None
     assert "1.35 times the error of the model" in program.model_verdict({**row, "over_model": 1.35})
     assert program.model_verdict({**row, "data": "outlier", "over_model": 1.35}) is None
-    table = importlib.import_module("table")
-    assert table.accuracy_table([model]).splitlines()[0].endswith("| largest |")
+    row_tables = importlib.import_module("row_tables")
+    assert row_tables.accuracy_table([model]).splitlines()[0].endswith("| largest |")
     both = [model, {**row, "over_model": 1.35}]
-    assert table.accuracy_table(both).splitlines()[3].endswith("| 1.35 |")
+    assert row_tables.accuracy_table(both).splitlines()[3].endswith("| 1.35 |")
     line = f"| shifted, {row['seqlen_k']:,} keys, head_dim 128 | 1.35 |"
-    assert table.model_table(both).splitlines()[2:] == [line]
-    assert table.model_table([model]) == ""
+    assert row_tables.model_table(both).splitlines()[2:] == [line]
+    assert row_tables.model_table([model]) == ""
 
 
 def test_the_devices_float64_is_numpys(monkeypatch):

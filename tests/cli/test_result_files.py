@@ -253,26 +253,26 @@ def test_the_lead_is_over_the_fastest_rival_of_a_grids_shape(program):
         timing_row(kind="bwd", precision="bf16", preset=None, ratio={"cudnn": 1.2}, **square),
         timing_row(precision="bf16", preset=None, ratio={"fa3": 1.05}, **square),
     ]
-    table = program("table")
-    assert table.lead_table(rows).splitlines() == [
+    row_tables = program("row_tables")
+    assert row_tables.lead_table(rows).splitlines() == [
         "| seqlen | 512 | 8192 |",
         "| --- | ---: | ---: |",
         "| forward, accurate, head_dim 128 | - / 1.40 | 1.11 / 1.20 |",
         "| forward, bf16, head_dim 128 | - / - | - / 1.05 |",
         "| backward, bf16, head_dim 128 | - / - | - / 1.20 |",
     ]
-    assert table.lead_table(rows[3:7]) == ""
+    assert row_tables.lead_table(rows[3:7]) == ""
 
 
 def test_errors_of_several_head_dims_stand_apart(program):
-    table = program("table")
+    row_tables = program("row_tables")
     row = {"impl": "jax_fa3", "precision": "fp8", "preset": "fast", "data": "ones"}
     rows = [{**row, "seqlen_k": 2048, "head_dim": d, "rel_l2": d / 1e4} for d in (128, 64)]
-    assert table.error_table(rows).splitlines()[2:] == [
+    assert row_tables.error_table(rows).splitlines()[2:] == [
         "| ones, 2,048 keys, head_dim 128 | 1.3e-02 |",
         "| ones, 2,048 keys, head_dim 64 | 6.4e-03 |",
     ]
-    assert "| ones, 2,048 keys | 1.3e-02 |" in table.error_table(rows[:1])
+    assert "| ones, 2,048 keys | 1.3e-02 |" in row_tables.error_table(rows[:1])
 
 
 def test_tables_of_the_other_kinds(program, saved):
