@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import collect
+
 from jax_fa3._cli import plots, text
 
 
@@ -21,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--out", type=Path, default=Path("plots"), help="folder (default plots)")
     flags = made.parse_args(arguments)
     plots.require()
-    _, rows = harness.merge(flags.files)
+    _, rows = collect.merge(flags.files)
     written = []
     for regime in sorted({r["regime"] for r in rows if r["kind"] == "fwd"}):
         path = flags.out / f"fwd_{regime}.png"

@@ -1,7 +1,8 @@
 """Writes the tables between the markers of README.md and benchmarks/README.md from result files.
 
-python benchmarks/table.py benchmarks/results/a.json [b.json ...]           # both files
-python benchmarks/table.py benchmarks/results/a.json --check                # 1 if they would change
+python benchmarks/table.py                                        # from the committed results
+python benchmarks/table.py --check                                # 1 if they would change
+python benchmarks/table.py benchmarks/results/a.json [b.json ...]
 
 README.md gets short tables of all files, benchmarks/README.md every row, file by file. They
 stand under the sentence that says where their numbers come from; collect.py makes one file of
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import collect
 from row_tables import (
     MORE,
     TIMED,
@@ -38,6 +40,7 @@ from row_tables import (
 from jax_fa3._cli import grid, text
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 LEAD = "Our speed over the fastest rival's in the same turns, by seqlen, without a mask / causal"
 ALONE = "; FP8 is the kernel alone, as the rivals' is"
@@ -175,6 +178,17 @@ def full(meta: dict[str, Any], rows: Rows) -> str:
     return "\n\n".join(parts)
 
 
+def committed_speeds() -> list[Path]:
+    """Result files of the grid in results/, newest first: what one holds counts before the next."""
+    return [RESULTS / "h200.json", *sorted(RESULTS.glob("h200_older*.json"))]
+
+
+def committed() -> list[Path]:
+    """The result files whose tables the READMEs show, in order."""
+    others = ("errors", "utilisation", "ablation")
+    return [*committed_speeds(), *(RESULTS / f"h200_{name}.json" for name in others)]
+
+
 def replaced(content: str, body: str, name: str) -> str:
     """content with what stands between the markers exchanged."""
     if content.count(BEGIN) != 1 or content.count(END) != 1:
@@ -186,12 +200,15 @@ def replaced(content: str, body: str, name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("files", type=harness.existing_results, nargs="+", help="result files")
-    made.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    made.add_argument("--details", type=Path, default=ROOT / "benchmarks" / "README.md")
-    made.add_argument("--check", action="store_true", help="write nothing; 1 if a table is old")
+    add = made.add_argument
+    about = "result files (default: those in results/ whose tables the READMEs show)"
+    add("files", type=harness.existing_results, nargs="*", help=about)
+    add("--readme", type=Path, default=ROOT / "README.md", help="gets short tables")
+    details = ROOT / "benchmarks" / "README.md"
+    add("--details", type=Path, default=details, help="gets every row (that of benchmarks/)")
+    add("--check", action="store_true", help="write nothing; 1 if a table is old")
     flags = made.parse_args(arguments)
-    found = [harness.merge([path]) for path in flags.files]
+    found = [collect.merge([path]) for path in flags.files or committed()]
     if any(meta.get("dry_run") for meta, _ in found):
         raise text.UsageError("these files come from a dry run")
     old = []

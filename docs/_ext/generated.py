@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import collect  # benchmarks/
 import goals  # benchmarks/
-import harness  # benchmarks/
 import kernel_figures
 import kernel_source
 import row_tables  # benchmarks/
@@ -45,7 +45,7 @@ def write_all(folder: Path) -> None:
     _write(folder / "command_line.md", command_line_help())
     pages: dict[str, list[str]] = {name: [] for name in PAGES}
     for path in sorted(RESULTS.glob("*.json")):
-        meta, rows = harness.merge([path])
+        meta, rows = collect.merge([path])
         for name, make in PAGES.items():
             pages[name] += make(path, meta, rows, folder)
     for name, parts in pages.items():

@@ -14,32 +14,28 @@ from jax_fa3._cli import grid
 
 
 @pytest.fixture
-def harness(monkeypatch):
+def program(monkeypatch):
+    """Imports a program of benchmarks/."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("harness")
+    return importlib.import_module
 
 
-def committed_rows(harness):
+def committed_rows(program):
     """Speeds, newest first."""
-    contents = [json.loads(path.read_text()) for path in harness.committed_speeds()]
+    contents = [json.loads(path.read_text()) for path in program("table").committed_speeds()]
     return [row for content in contents for row in content["rows"]]
 
 
-def test_our_tables_are_those_of_the_committed_results(harness):
-    others = [
-        BENCHMARKS / "results" / f"h200_{name}.json"
-        for name in ("errors", "utilisation", "ablation")
-    ]
-    files = [*harness.committed_speeds(), *others]
-    done = run(BENCHMARKS / "table.py", *files, "--check", cwd=ROOT)
+def test_our_tables_are_those_of_the_committed_results():
+    done = run(BENCHMARKS / "table.py", "--check", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_committed_speeds_are_a_whole_grid(harness, head_dim):
+def test_the_committed_speeds_are_a_whole_grid(program, head_dim):
     """Every length and mask next to the rivals that the goals name, in five rounds or more. The
     files hold it together; each ratio is one run's."""
-    rows = committed_rows(harness)
+    rows = committed_rows(program)
     rows = [row for row in rows if row.get("regime") == "sustained" and row["ratio"]]
     assert min(row["rounds"] for row in rows) >= 5
     found = {
@@ -58,24 +54,25 @@ def test_the_committed_speeds_are_a_whole_grid(harness, head_dim):
             assert ("bwd", "bf16", seqlen, is_causal, rival) in found
 
 
-def test_what_was_measured_again_stands_in_the_newest_file_alone(harness):
-    files = harness.committed_speeds()
+def test_what_was_measured_again_stands_in_the_newest_file_alone(program):
+    files = program("table").committed_speeds()
+    identity = program("collect").identity
     assert files[0].name == "h200.json"
     dates, measured = [], []
     for path in files:
         content = json.loads(path.read_text())
         dates.append(content["meta"]["date"])
-        measured.append({harness.identity(row) for row in content["rows"] if row.get("ratio")})
+        measured.append({identity(row) for row in content["rows"] if row.get("ratio")})
     assert dates == sorted(dates, reverse=True)
     for one, other in itertools.combinations(measured, 2):
         assert not one & other
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_a_fixed_order_costs_is_that_of_the_committed_results(harness, head_dim):
+def test_what_a_fixed_order_costs_is_that_of_the_committed_results(program, head_dim):
     """What explain says. Such ratios differ by some points from run to run."""
-    goals = importlib.import_module("goals")
-    costs = goals.costs_of_order(committed_rows(harness))[head_dim]
+    goals = program("goals")
+    costs = goals.costs_of_order(committed_rows(program))[head_dim]
     longer = [100 * (cost - 1) for own in costs.values() for cost in own]
     assert len(longer) >= 4
     assert -3 <= jax_fa3._explain._COST_OF_ORDER[head_dim] - max(longer) <= 10

@@ -120,7 +120,7 @@ def test_parts_of_a_grid_become_one(program, saved):
         date="2030-01-02 04:00 UTC",
         versions={"jax": "0.10.2", "torch": "2"},
     )
-    meta, rows = program("harness").merge([first, later])
+    meta, rows = program("collect").merge([first, later])
     assert [(r["head_dim"], r["seqlen_q"], r["tflops"]) for r in rows] == [
         (128, 512, 812.3),
         (128, 8192, 900.0),  # measured again: the later one counts
@@ -137,7 +137,7 @@ def test_parts_of_a_grid_become_one(program, saved):
 
 def test_a_ratio_is_not_replaced_by_a_run_without_the_rival(program, saved):
     with_rival, alone = timing_row(ratio={"fa3_fp8": 1.1}), timing_row(tflops=1.0)
-    merge = program("harness").merge
+    merge = program("collect").merge
     _, rows = merge([saved("a", [with_rival]), saved("b", [alone])])
     assert [row["tflops"] for row in rows] == [812.3, 1.0]
     again = timing_row(ratio={"fa3_fp8": 1.2})
@@ -148,16 +148,16 @@ def test_a_ratio_is_not_replaced_by_a_run_without_the_rival(program, saved):
 def test_rows_that_stand_twice_in_one_file_stay(program, saved):
     """cuDNN takes turns with two groups."""
     path = saved("a", [timing_row(impl="cudnn"), timing_row(impl="cudnn")])
-    assert len(program("harness").merge([path])[1]) == 2
+    assert len(program("collect").merge([path])[1]) == 2
 
 
 def test_a_merged_file_can_be_merged_again(program, saved, tmp_path):
-    harness = program("harness")
+    collect = program("collect")
     pair = [saved("a", [timing_row()]), saved("b", [timing_row(head_dim=64)], command="second")]
     both = tmp_path / "both.json"
-    results.write(both, *harness.merge(pair))
+    results.write(both, *collect.merge(pair))
     third = saved("c", [timing_row(head_dim=256)], command="third")
-    meta, rows = harness.merge([both, third])
+    meta, rows = collect.merge([both, third])
     assert [run["command"] for run in meta["runs"]] == ["first", "second", "third"]
     assert len(rows) == 3
 
@@ -173,7 +173,7 @@ def test_a_soak_of_several_seeds_adds_up(program, saved):
         saved("a", [soak_row(3, 2, error=0.1, gain=0.2)], seed=3, **counts),
         saved("b", [soak_row(4, 5, error=0.3, gain=0.1)], seed=4, **more),
     ]
-    meta, rows = program("harness").merge(pair)
+    meta, rows = program("collect").merge(pair)
     assert {name: meta[name] for name in counts} == {
         **{"seconds": 300.3, "cases": 560, "calls": 17012, "failures": 3, "died": 1, "cut": 5},
     }
@@ -184,7 +184,7 @@ def test_a_soak_of_several_seeds_adds_up(program, saved):
     assert "1 processes hung or died, 5 cases were not judged" in sentence
     line = "| forward a | 7 | 3.0e-01 | - | 2.0e-01 | - |"
     assert soak_table.tables(rows)[0].splitlines()[2:] == [line]
-    assert "calls" not in program("harness").merge([pair[0], saved("c", [timing_row()])])[0]
+    assert "calls" not in program("collect").merge([pair[0], saved("c", [timing_row()])])[0]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_results_of_another_kind_are_refused(program, saved, name, value):
     other = {"versions": value} if name == "jax" else {name: value}
     pair = [saved("a", [timing_row()]), saved("b", [timing_row()], **other)]
     with pytest.raises(text.UsageError, match=f"must agree in {name}; got .* in b.json"):
-        program("harness").merge(pair)
+        program("collect").merge(pair)
 
 
 def test_collect_writes_one_file(program, saved, tmp_path, capsys):
@@ -219,23 +219,23 @@ def test_collect_writes_one_file(program, saved, tmp_path, capsys):
 
 def test_tables_name_the_runs_and_what_was_stopped(program, saved):
     pair = [saved("a", [timing_row()]), saved("b", [timing_row(head_dim=64)], partial=True)]
-    full = program("table").full(*program("harness").merge(pair))
+    full = program("table").full(*program("collect").merge(pair))
     assert "700 W, jax 0.10.2, commit c0ffee; 2030-01-02." in full
     assert "- `first`\n- `first` (stopped before its end)" in full
-    alone = program("table").full(*program("harness").merge(pair[:1]))
+    alone = program("table").full(*program("collect").merge(pair[:1]))
     assert "Command: `first`." in alone
 
 
 def test_tables_are_in_order_whoever_ran_first(program, saved):
     rows = [timing_row(head_dim=d, seqlen_q=n, seqlen_k=n) for d, n in ((128, 2), (64, 4), (64, 2))]
-    full = program("table").full(*program("harness").merge([saved("a", rows)]))
+    full = program("table").full(*program("collect").merge([saved("a", rows)]))
     names = [line.split(" ")[1] for line in full.splitlines() if line.startswith("| B2_")]
     assert names == ["B2_S2_H16x2_D64_c", "B2_S4_H16x2_D64_c", "B2_S2_H16x2_D128_c"]
 
 
 def test_whole_calls_over_the_kernel_stand_in_the_ratios(program, saved):
     rows = [timing_row(), timing_row(with_quantize=True, ratio={"kernel": 0.9123})]
-    full = program("table").full(*program("harness").merge([saved("a", rows)]))
+    full = program("table").full(*program("collect").merge([saved("a", rows)]))
     assert "| B2_S8192_H16x2_D128_c jax_fa3 accurate + quantise | 0.91 |" in full
 
 
@@ -319,7 +319,7 @@ def test_tables_of_the_other_kinds(program, saved):
             "tokens_per_s": 470401.6,
         },
     ]
-    full = program("table").full(*program("harness").merge([saved("a", rows)]))
+    full = program("table").full(*program("collect").merge([saved("a", rows)]))
     name = "B2_S8192_H16x2_D128_c"
     for line in (
         f"| {name} jax_fa3 accurate | 812 | 1700 | 700 | 50% | 60.0 | 1800 |",
