@@ -10,8 +10,8 @@ import row_tables
 from jax_fa3._cli import bench, grid
 
 Row = dict[str, Any]
-# Names of rivals in `ratio`, and in a sentence.
-RIVALS = {
+# Keys of `ratio` that goals are over, and their names in a sentence.
+NAMES = {
     "fa3": "FlashAttention-3",
     "fa3jax": "flash-attn3-jax",
     "fa3jax_f16": "flash-attn3-jax",
@@ -127,7 +127,7 @@ def goals_table(page: str, rows: list[Row]) -> str:
         found = goal.values(rows) if goal.page == page else {}
         every = [x for own in found.values() for x in own]
         if every:
-            over = RIVALS[goal.over] if goal.over else "the faster rival"
+            over = NAMES[goal.over] if goal.over else "the faster rival"
             limits = ["-" if x is None else f"{x:g}" for x in (goal.floor, goal.goal)]
             reached = sum(x >= goal.goal for x in every)
             ranges = [_range(found[causal]) for causal in (False, True)]
