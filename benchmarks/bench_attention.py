@@ -4,8 +4,8 @@ python benchmarks/bench_attention.py --json benchmarks/results/fwd.json
 
 16,384 tokens, width 2,048, head_dim 64, 128 and 256, seqlen 512 to 16k, with and without a causal
 mask, plus batch 16, seqlen 8,192, 16 heads of 128. Ours twice: the kernel alone on quantised
-inputs, and whole calls from bf16 (`with_quantize`). With --seconds 0.15 the grid takes about five
-minutes of GPU time; compiling comes on top.
+inputs, and whole calls from bf16 (`with_quantize`). With --seconds 0.15 the usual rounds of the
+grid take about seven minutes of GPU time; compiling and contested ratios come on top.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@
 #   accuracy   benchmarks/accuracy.py
 #
 # --limit   time limit of a phase; a phase beyond it counts as failed (default below)
-# --turn    length of one timed turn (default 0.15: about three minutes of GPU time for the grid)
+# --turn    length of one timed turn (default 0.15: about seven minutes of GPU time for the grid)
 # --grid    more flags for benchmarks/bench_attention.py, --gradients for benchmarks/bench_backward.py,
 #           --errors for benchmarks/accuracy.py: parts of the grid when time is short
 # --out     default benchmarks/results/gpu_check.json
