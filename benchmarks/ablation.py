@@ -309,11 +309,11 @@ def row(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("step", choices=("build", "time"))
-    add("--folder", type=Path, default=ROOT / "build/ablation")
-    add("--jobs", type=int, default=2, help="compilers at a time (default 2)")
-    add("--rounds", type=int, default=3)
-    add("--seconds", type=float, default=0.05, help="of a turn (default 0.05)")
+    add("step", choices=("build", "time"), help="compile the variants, or let them take turns")
+    add("--folder", type=Path, default=ROOT / "build/ablation", help="default build/ablation")
+    add("--jobs", type=text.positive_int, default=2, help="compilers at a time (default 2)")
+    add("--rounds", type=text.positive_int, default=3, help="turns of each variant (default 3)")
+    add("--seconds", type=text.positive_float, default=0.05, help="of a turn (default 0.05)")
     bench.add_head_dims_flag(parser)
     add("--json", type=Path, metavar="FILE", help="write a result file, after every shape")
     flags = parser.parse_args(arguments)

@@ -29,7 +29,7 @@ from jax_fa3._cli.timing import Side, jax_side
 OURS = ("native", "deterministic", "accurate", "fast")
 KINDS = ("bwd", "step")
 JAX_RIVALS = tuple(
-    key for key, r in RIVALS.items() if isinstance(r, JaxRival) and key != "cudnn_fp8"
+    key for key, r in RIVALS.items() if isinstance(r, JaxRival) and "bf16" in r.precisions
 )
 
 

@@ -70,7 +70,13 @@ def parser() -> argparse.ArgumentParser:
         of=device_checks.PRECISIONS,
         about="of the timed phases,",
     )
-    add("--seconds", type=float, default=0.3, metavar="S", help="of a timed turn (default 0.3)")
+    add(
+        "--seconds",
+        type=text.positive_float,
+        default=0.3,
+        metavar="S",
+        help="of a timed turn (default 0.3)",
+    )
     add("--rounds", type=text.positive_int, default=3, metavar="N", help="default 3")
     add("--limit", type=float, default=330, metavar="S", help="start nothing later (default 330)")
     return made
