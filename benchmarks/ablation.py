@@ -30,8 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 import row_tables
 
+import jax_fa3
 from jax_fa3 import _ffi
-from jax_fa3._cli import bench, grid, results, text, timing
+from jax_fa3._cli import bench, contenders, grid, results, text, timing
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((8192, False), (8192, True), (1024, True))  # seqlen, is_causal
@@ -214,25 +215,14 @@ def register(variant: Variant, folder: Path) -> str | None:
 
 def operands(variant: Variant, shape: grid.Shape) -> tuple[jax.Array, ...]:
     """What the kernel reads: images, or bfloat16 arrays and the softmax scale."""
-    sizes = [(shape.batch, shape.seqlen_q, shape.num_heads_q, shape.head_dim)] * 3
-    keys = jax.random.split(jax.random.key(0), 3)
-    arrays = [
-        jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)
-    ]
-    if not variant.is_fp8:
-        return (*arrays, jnp.float32(shape.head_dim**-0.5))
-    factor = jnp.float32(shape.head_dim**-0.5 * math.log2(math.e))
-    inputs = _ffi.QuantizerInputs(
-        *arrays,
-        factor=factor,
-        v_factor=jnp.float32(1),
-        image_dtype=jnp.float8_e4m3fn,
-        hadamard=True,
-        smooth_key=True,
-        center_value=True,
-        wants_shift=False,
+    size = (shape.batch, shape.seqlen_q, shape.num_heads_q, shape.head_dim)
+    query, key, value = (
+        jax.random.normal(seed, size, jnp.bfloat16)
+        for seed in jax.random.split(jax.random.key(0), 3)
     )
-    return tuple(_ffi.quantize_operands(inputs))
+    if variant.is_fp8:
+        return tuple(contenders.quantize((query, key, value), jax_fa3.Quantization.accurate()))
+    return query, key, value, jnp.float32(shape.head_dim**-0.5)
 
 
 def forward(variant: Variant, target: str, shape: grid.Shape) -> Any:

@@ -162,6 +162,26 @@ def cudnn(dtype: str = "bf16") -> Contender:
     return Contender("cudnn", dtype, None, False, build)
 
 
+def quantize(
+    operands: tuple[jax.Array, jax.Array, jax.Array], quantization: jax_fa3.Quantization
+) -> _ffi.Images:
+    """query, key and value as the FP8 kernels read them."""
+    query, key, value = operands
+    inputs = _ffi.QuantizerInputs(
+        query,
+        key,
+        value,
+        factor=jnp.float32(query.shape[-1] ** -0.5 * math.log2(math.e)),
+        v_factor=jnp.float32(1),
+        image_dtype=jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
+        hadamard=bool(quantization.hadamard),  # "auto" is on for 64, 128 and 256
+        smooth_key=quantization.smooth_key,
+        center_value=quantization.center_value,
+        wants_shift=False,
+    )
+    return _ffi.quantize_operands(inputs)
+
+
 @dataclasses.dataclass
 class Comparison:
     """One shape, timed: turns and clocks by label, and who could not take part."""
@@ -219,21 +239,6 @@ def _kernel_alone(
     if plan.path != "cuda":
         raise Unavailable(dict(plan.not_taken)["cuda"])
 
-    def quantize(q: jax.Array, k: jax.Array, v: jax.Array) -> _ffi.Images:
-        inputs = _ffi.QuantizerInputs(
-            q,
-            k,
-            v,
-            factor=jnp.float32(shape.head_dim**-0.5 * math.log2(math.e)),
-            v_factor=jnp.float32(1),
-            image_dtype=jnp.float8_e5m2 if quantization.dtype == "e5m2" else jnp.float8_e4m3fn,
-            hadamard=bool(quantization.hadamard),  # "auto" is on for 64, 128 and 256
-            smooth_key=quantization.smooth_key,
-            center_value=quantization.center_value,
-            wants_shift=False,
-        )
-        return _ffi.quantize_operands(inputs)
-
     def call(*images: jax.Array) -> Any:
         return _ffi.fwd_fp8(
             _ffi.Images(*images),
@@ -245,7 +250,8 @@ def _kernel_alone(
             out_dtype=query.dtype,
         )
 
-    return jax_side(call, *jax.jit(quantize)(query, key, value))
+    images = jax.jit(functools.partial(quantize, quantization=quantization))(operands)
+    return jax_side(call, *images)
 
 
 def _first_line(error: BaseException) -> str:
