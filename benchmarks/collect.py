@@ -21,13 +21,13 @@ from typing import Any
 from jax_fa3._cli import results, text
 
 # What must agree before results may stand in one table; versions of packages must too.
-FACTS = ("card", "driver", "power_limit_w", "commit")
+_FACTS = ("card", "driver", "power_limit_w", "commit")
 # What one meta block tells of the card besides.
 _CARD = ("backend", "compute_capability", "memory_mib", "max_sm_clock_mhz")
 # What a soak counts: parts with seeds of their own add up.
 _COUNTS = ("seconds", "cases", "calls", "failures", "died", "cut")
 # What tells a measurement from every other one.
-IDENTITY = (
+_IDENTITY = (
     "kind",
     "impl",
     "precision",
@@ -74,7 +74,7 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         merged["versions"].update(block.get("versions", {}))
         again = {identity(row) for row in more}
         rows = [row for row in rows if identity(row) not in again] + more
-        shared = (*FACTS, "dry_run", "versions", "runs", *_CARD)
+        shared = (*_FACTS, "dry_run", "versions", "runs", *_CARD)
         own = {key: value for key, value in block.items() if key not in shared}
         runs += block.get("runs", [own])
     if len(runs) > 1:
@@ -91,11 +91,11 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def identity(row: dict[str, Any]) -> tuple[Any, ...]:
     """Without a rival a call is not the same measurement as beside one."""
-    return (*(row.get(name) for name in IDENTITY), *sorted(row.get("ratio", ())))
+    return (*(row.get(name) for name in _IDENTITY), *sorted(row.get("ratio", ())))
 
 
 def _require_same(merged: dict[str, Any], block: dict[str, Any], path: Path) -> None:
-    pairs = {name: (merged.get(name), block.get(name)) for name in FACTS}
+    pairs = {name: (merged.get(name), block.get(name)) for name in _FACTS}
     pairs["dry_run"] = tuple(bool(x.get("dry_run")) for x in (merged, block))
     versions = block.get("versions", {})
     for package in merged["versions"].keys() & versions.keys():
